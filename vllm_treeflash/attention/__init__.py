@@ -1,0 +1,1 @@
+"""Tree attention: a dense oracle and the backends registered with vLLM."""

@@ -1,0 +1,1 @@
+"""Commit: make the accepted path look like an ordinary run of decoded tokens."""

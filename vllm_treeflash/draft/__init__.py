@@ -1,0 +1,1 @@
+"""Drafting: one block forward, two-stage transition tables, best-first tree selection."""

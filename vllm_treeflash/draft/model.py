@@ -1,0 +1,171 @@
+"""The drafter: vLLM's DFlash model plus the AR-approximation layer.
+
+Differences from ``vllm.model_executor.models.qwen3_dflash``:
+
+- the backbone returns its hidden states *before* the final norm, which the AR layer adds to;
+- a SwiGLU layer conditioned on the previous token (``treeflash_config.ar_approximation``);
+- both checkpoint layouts load: TreeFlash (``model.`` prefix) and plain DFlash (none).
+"""
+
+# No `from __future__ import annotations`: vLLM reads forward()'s annotations to find the
+# dynamic dimensions for torch.compile.
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
+
+#: Of the AR layer's own norm, whatever ``rms_norm_eps`` says (published checkpoints).
+AR_NORM_EPS = 1e-6
+_AR_PREFIX = "ar_approximation."
+
+
+@support_torch_compile
+class TreeFlashModel(DFlashQwen3Model):
+    """DFlash backbone whose output is not yet normed."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        input_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Block forward: ``[tokens]`` ids and positions to ``[tokens, hidden_size]``."""
+        if input_embeds is None:
+            input_embeds = self.embed_input_ids(input_ids)
+        hidden_states, residual = input_embeds, None
+        for layer in self.layers:
+            hidden_states, residual = layer(
+                positions=positions, hidden_states=hidden_states, residual=residual
+            )
+        return hidden_states + residual
+
+
+class ARApproximation(nn.Module):
+    """SwiGLU repair of a slot's hidden state given the token before it (paper section 3)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = RMSNorm(hidden_size, eps=AR_NORM_EPS, dtype=dtype)
+        self.ug = ReplicatedLinear(
+            2 * hidden_size,
+            2 * intermediate_size,
+            bias=True,
+            params_dtype=dtype,
+            return_bias=False,
+        )
+        self.d = ReplicatedLinear(
+            intermediate_size, hidden_size, bias=False, params_dtype=dtype, return_bias=False
+        )
+
+    def forward(self, normed_hidden: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        """What to add to the un-normed hidden state.
+
+        Args:
+            normed_hidden: ``[R, hidden_size]``, the slot's state after the final norm.
+            embedding: ``[R, hidden_size]``, target embedding of the previous token.
+        """
+        x = torch.cat((self.norm(embedding), normed_hidden), dim=-1)
+        up, gate = self.ug(x).chunk(2, dim=-1)
+        return self.d(F.silu(gate) * up)
+
+
+class TreeFlashDraftModel(DFlashQwen3ForCausalLM):
+    """TreeFlash drafter; embedding and language-model head are the target's."""
+
+    model_cls = TreeFlashModel
+    # vLLM's proposer shares the target's modules when these stay false.
+    has_own_embed_tokens = False
+    has_own_lm_head = False
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.ar_approximation: ARApproximation | None = None
+        if (self.config.treeflash_config or {}).get("ar_approximation"):
+            self.ar_approximation = ARApproximation(
+                self.config.hidden_size,
+                self.config.intermediate_size,
+                vllm_config.model_config.dtype,
+            )
+
+    def refine(self, hidden: torch.Tensor, previous_token_ids: torch.Tensor) -> torch.Tensor:
+        """AR-corrected state for the language-model head.
+
+        Args:
+            hidden: ``[R, hidden_size]``, block output before the final norm.
+            previous_token_ids: int64 ``[R]``, the assumed token of the slot before.
+
+        Returns:
+            ``norm(hidden + AR(previous token, norm(hidden)))``, ``[R, hidden_size]``.
+        """
+        assert self.ar_approximation is not None
+        embedding = self.embed_input_ids(previous_token_ids)
+        return self.normalize(
+            hidden + self.ar_approximation(self.normalize(hidden), embedding)
+        )
+
+    def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The backbone's final norm, ``[R, hidden_size]`` to the same."""
+        # Out of place: vLLM's fused kernels may write to their input's storage.
+        return self.model.norm(hidden)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load either layout; a missing or unknown weight is an error.
+
+        Raises:
+            ValueError: naming the weights.
+        """
+        backbone: list[tuple[str, torch.Tensor]] = []
+        expected = self._expected_weights()
+        seen = set()
+        for name, weight in weights:
+            name = name.removeprefix("model.")
+            if name.startswith(("embed_tokens.", "lm_head.")):
+                raise ValueError(
+                    f"treeflash: the draft checkpoint carries {name}; a TreeFlash or DFlash "
+                    "drafter shares the target's embedding and lm_head and must not bring its own."
+                )
+            # A quantised checkpoint adds scales and packed names of its own.
+            if name not in expected and self.model.quant_config is None:
+                raise ValueError(
+                    f"treeflash: unexpected weight {name} in the draft checkpoint; its config "
+                    f"describes {self.config.num_hidden_layers} layers and "
+                    f"ar_approximation={(self.config.treeflash_config or {}).get('ar_approximation')!r}."
+                )
+            seen.add(name)
+            if name.startswith(_AR_PREFIX):
+                parameter = self.get_parameter(name)
+                default_weight_loader(parameter, weight)
+            else:
+                backbone.append((name, weight))
+        if (missing := sorted(expected - seen)) and self.model.quant_config is None:
+            raise ValueError(
+                f"treeflash: the draft checkpoint lacks {len(missing)} weights, "
+                f"first {missing[0]}; it does not match its config."
+            )
+        super().load_weights(backbone)
+
+    def _expected_weights(self) -> set[str]:
+        per_layer = [
+            "input_layernorm.weight",
+            "post_attention_layernorm.weight",
+            "self_attn.q_norm.weight",
+            "self_attn.k_norm.weight",
+            *(f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")),
+            *(f"self_attn.{x}_proj.weight" for x in "qkvo"),
+        ]
+        if getattr(self.config, "attention_bias", False):
+            per_layer += [f"self_attn.{x}_proj.bias" for x in "qkvo"]
+        names = {"fc.weight", "hidden_norm.weight", "norm.weight"}
+        names |= {
+            f"layers.{i}.{name}" for i in range(self.config.num_hidden_layers) for name in per_layer
+        }
+        if self.ar_approximation is not None:
+            names |= {_AR_PREFIX + name for name, _ in self.ar_approximation.named_parameters()}
+        return names

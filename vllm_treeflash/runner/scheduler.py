@@ -1,0 +1,32 @@
+"""vLLM's scheduler with the two settings in which a tree differs from a chain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_treeflash.config import TreeFlashSpeculativeConfig
+
+
+class TreeFlashScheduler(Scheduler):
+    """Schedules nodes as vLLM schedules draft tokens: it only ever counts them.
+
+    Differences from ``Scheduler``:
+
+    - KV slots are reserved for the drafter's block, not for as many tokens as nodes: a
+      committed path is never longer than the tree is deep;
+    - a request that has no tree yet is not padded to ``1 + num_speculative_tokens`` rows of
+      placeholder tokens, which only a CUDA graph of uniform length profits from.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        speculative_config = self.vllm_config.speculative_config
+        assert isinstance(speculative_config, TreeFlashSpeculativeConfig)
+        # The query block is the bonus token and `block_depth` masks behind it.
+        self.num_lookahead_tokens = 1 + speculative_config.block_depth
+        if self.dynamic_sd_lookup is None:
+            # A schedule that always says "all of them" turns the padding off.
+            sizes = self.scheduler_config.max_num_seqs + 1
+            self.dynamic_sd_lookup = [self.num_spec_tokens] * sizes

