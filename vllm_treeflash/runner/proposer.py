@@ -13,14 +13,12 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vllm_treeflash.config import TreeFlashSpeculativeConfig
 from vllm_treeflash.draft.model import TreeFlashDraftModel
-from vllm_treeflash.draft.selection import select_tree
 from vllm_treeflash.draft.tables import (
     TransitionTables,
     ar_tables,
     follow_marginal_chain,
     marginal_tables,
 )
-from vllm_treeflash.tree import DraftTreeBatch
 
 
 class TreeFlashProposer(DFlashProposer):
@@ -164,23 +162,3 @@ class TreeFlashProposer(DFlashProposer):
             temperature,
         )
         return follow_marginal_chain(tables) if chain else tables
-
-    def propose_trees(
-        self,
-        block_metadata: CommonAttentionMetadata,
-        drafted: torch.Tensor,
-        next_token_ids: torch.Tensor,
-        num_nodes: int,
-    ) -> DraftTreeBatch:
-        """Draft for the requests in ``drafted``.
-
-        Args:
-            block_metadata: from :meth:`store_context`.
-            drafted: int64 ``[D]``, batch indices of the requests to draft for.
-            next_token_ids: int ``[B]``, roots.
-            num_nodes: nodes per tree including the root.
-        """
-        hidden = self.draft_block(block_metadata)[drafted]
-        roots = next_token_ids[drafted]
-        tables = self.build_tables(hidden, roots)
-        return select_tree(tables, num_nodes, roots)

@@ -12,6 +12,7 @@ One step, in the order the methods below are called by ``GPUModelRunner``:
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,9 +36,11 @@ from vllm_treeflash.attention.cpu import (
 from vllm_treeflash.commit.features import committed_rows
 from vllm_treeflash.commit.kv_cache import move_slots, moved_rows
 from vllm_treeflash.config import TreeFlashSpeculativeConfig
+from vllm_treeflash.draft.selection import select_tree
 from vllm_treeflash.runner.eligibility import log_plain_decoding, path_dependent_option
 from vllm_treeflash.runner.node_sampling import advance_generators, sample_nodes
 from vllm_treeflash.runner.proposer import TreeFlashProposer
+from vllm_treeflash.runner.timing import StepTimer
 from vllm_treeflash.tree import DraftTree
 from vllm_treeflash.verify.acceptance import PLACEHOLDER_TOKEN_ID, AcceptedPaths, accept
 from vllm_treeflash.verify.layout import VerifyLayout
@@ -56,6 +59,7 @@ class TreeFlashModelRunner(CPUModelRunner):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         assert isinstance(self.speculative_config, TreeFlashSpeculativeConfig)
+        self.timer = StepTimer()
         self.drafter = TreeFlashProposer(self.vllm_config, self.device, self)
         # The newest tree of each request, by request id.
         self._trees: dict[str, DraftTree] = {}
@@ -138,6 +142,19 @@ class TreeFlashModelRunner(CPUModelRunner):
             for builder in builders:
                 builder.layout = None
 
+    @torch.inference_mode()
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().execute_model(*args, **kwargs)
+        if self.timer.enabled and self._layout is not None:
+            # From the target's forward to the end of execute_model: hidden states, logits.
+            self.timer.seconds["verify"] += time.perf_counter() - self._forward_start
+            self.timer.steps += 1
+        return output
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._forward_start = time.perf_counter()
+        return super()._model_forward(*args, **kwargs)
+
     # --- 3. sample, walk, compact ---------------------------------------------------------
 
     def _sample(
@@ -150,10 +167,12 @@ class TreeFlashModelRunner(CPUModelRunner):
         metadata = self.input_batch.sampling_metadata
         counts = torch.tensor(spec_decode_metadata.num_draft_tokens) + 1
         first_logit = torch.nn.functional.pad(counts.cumsum(0)[:-1], (1, 0))
-        sampled = sample_nodes(self.sampler, logits, layout, first_logit, metadata)
-        paths = self._paths = accept(layout, sampled.nodes)
-        advance_generators(metadata, sampled, layout, paths.lengths)
-        self._compact(layout, paths)
+        with self.timer.phase("sample"):
+            sampled = sample_nodes(self.sampler, logits, layout, first_logit, metadata)
+        with self.timer.phase("commit"):
+            paths = self._paths = accept(layout, sampled.nodes)
+            advance_generators(metadata, sampled, layout, paths.lengths)
+            self._compact(layout, paths)
 
         width = paths.token_ids.shape[1]
         token_ids = torch.full(
@@ -195,16 +214,19 @@ class TreeFlashModelRunner(CPUModelRunner):
         next_token_ids, _ = drafter.prepare_next_token_ids_padded(
             sampled_token_ids, self.requests, self.input_batch, self.discard_request_mask.gpu
         )
-        rows, starts = committed_rows(
-            common_attn_metadata.query_start_loc, self._layout, self._paths
-        )
-        committed = _committed_metadata(common_attn_metadata, starts)
-        context_end, block_metadata = drafter.store_context(
-            target_positions=self.positions[rows],
-            target_hidden_states=torch.cat([h[rows] for h in aux_hidden_states], dim=-1),
-            next_token_ids=next_token_ids,
-            common_attn_metadata=committed,
-        )
+        with self.timer.phase("commit"):
+            rows, starts = committed_rows(
+                common_attn_metadata.query_start_loc, self._layout, self._paths
+            )
+            committed = _committed_metadata(common_attn_metadata, starts)
+            features = torch.cat([h[rows] for h in aux_hidden_states], dim=-1)
+        with self.timer.phase("draft"):
+            context_end, block_metadata = drafter.store_context(
+                target_positions=self.positions[rows],
+                target_hidden_states=features,
+                next_token_ids=next_token_ids,
+                common_attn_metadata=committed,
+            )
         num_requests = self.input_batch.num_reqs
         drafts: list[list[int]] = [[] for _ in range(num_requests)]
         num_nodes = 1 + scheduler_output.num_spec_tokens_to_schedule
@@ -213,9 +235,13 @@ class TreeFlashModelRunner(CPUModelRunner):
         drafted = self._requests_to_draft_for(sampled_token_ids, context_end)
         if not drafted or num_nodes < 2:
             return drafts
-        trees = drafter.propose_trees(
-            block_metadata, torch.tensor(drafted), next_token_ids, num_nodes
-        ).to_host()
+        with self.timer.phase("draft"):
+            hidden = drafter.draft_block(block_metadata)[drafted]
+        roots = next_token_ids[drafted]
+        with self.timer.phase("tables"):
+            tables = drafter.build_tables(hidden, roots)
+        with self.timer.phase("select"):
+            trees = select_tree(tables, num_nodes, roots).to_host()
         for index, tree in zip(drafted, trees):
             self._trees[self.input_batch.req_ids[index]] = tree
             drafts[index] = tree.draft_token_ids

@@ -22,3 +22,11 @@ class TreeFlashCPUWorker(CPUWorker):
         from vllm_treeflash.runner.v1 import TreeFlashModelRunner
 
         self.model_runner = TreeFlashModelRunner(self.vllm_config, torch.device("cpu"))
+
+    def start_step_timing(self) -> None:
+        """For ``LLM.collective_rpc``: start timing the phases of every step with a tree."""
+        self.model_runner.timer.start()
+
+    def stop_step_timing(self) -> dict[str, float]:
+        """For ``LLM.collective_rpc``: see :class:`vllm_treeflash.runner.timing.StepTimer`."""
+        return self.model_runner.timer.stop()
