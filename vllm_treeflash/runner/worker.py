@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -17,6 +18,8 @@ class TreeFlashCPUWorker(CPUWorker):
             AttentionBackendEnum.CPU_ATTN,
             "vllm_treeflash.attention.cpu.TreeCPUAttentionBackend",
         )
+        # An earlier engine of this process may have resolved CPU_ATTN already.
+        selector._cached_get_attn_backend.cache_clear()
         overrides.apply_in_worker()
         super().init_device()
         from vllm_treeflash.runner.v1 import TreeFlashModelRunner
