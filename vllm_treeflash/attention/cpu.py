@@ -27,6 +27,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_treeflash.attention.reference import tree_mask
+from vllm_treeflash.config import TreeFlashSpeculativeConfig
 from vllm_treeflash.verify.layout import VerifyLayout
 
 
@@ -114,6 +115,8 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if not isinstance(self.vllm_config.speculative_config, TreeFlashSpeculativeConfig):
+            return  # another engine in this process: plain CPU_ATTN
         if self.isa == "amx":
             # AMX packs its keys in tiles; the vector kernels serve every x86 build.
             self.isa = "vec"
