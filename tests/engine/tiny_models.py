@@ -1,8 +1,8 @@
 """Tiny random targets of every supported family, with drafters that fit them.
 
-A vocabulary of 48 tokens and trees of 16 continuations make even a random drafter guess
+A vocabulary of 24 tokens and trees of 16 continuations make even a random drafter guess
 right now and then, so that verification, commit and compaction are exercised for real.
-48 is no multiple of vLLM's vocabulary padding (64): padded rows exist in every model here.
+24 is no multiple of vLLM's vocabulary padding (64): padded rows exist in every model here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-VOCAB = 48
+VOCAB = 24
 HIDDEN = 64
 LAYERS = 5
 _COMMON = {
