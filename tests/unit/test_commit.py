@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain, pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -71,7 +73,7 @@ def test_accept_and_commit(seed: int, follow: float) -> None:
     moves = list(zip(*(rows.tolist() for rows in moved_rows(layout, paths))))
 
     starts = np.cumsum([0, *lengths]).tolist()
-    expected_rows = [list(range(a, b)) for a, b in zip(starts, starts[1:])]
+    expected_rows = [list(range(a, b)) for a, b in pairwise(starts)]
     expected_moves = []
     for i, tree in enumerate(trees):
         nodes, tokens = walk(tree, sampled[i].tolist())
@@ -87,7 +89,7 @@ def test_accept_and_commit(seed: int, follow: float) -> None:
     assert moves == expected_moves
 
     rows, new_starts = committed_rows(torch.tensor(starts, dtype=torch.int32), layout, paths)
-    assert rows.tolist() == sum(expected_rows, [])
+    assert rows.tolist() == list(chain(*expected_rows))
     assert new_starts.tolist() == np.cumsum([0, *map(len, expected_rows)]).tolist()
 
 
