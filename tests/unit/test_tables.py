@@ -105,9 +105,7 @@ def test_marginal_tables(top_k: int, temperature: float) -> None:
     tables = marginal_tables(normed, drafter.logits, VOCAB, top_k, temperature)
     best = drafter.dense(normed, temperature).topk(top_k)
     assert tables.tokens.squeeze(2).equal(best.indices)
-    assert torch.allclose(
-        tables.log_probs.squeeze(2).double(), best.values, rtol=0, atol=TOLERANCE
-    )
+    assert torch.allclose(tables.log_probs.squeeze(2).double(), best.values, rtol=0, atol=TOLERANCE)
     assert (tables.next_state[:, :-1] == 0).all()
     assert (tables.next_state[:, -1] == -1).all()
 
