@@ -27,19 +27,18 @@ _NODE_LOCAL = frozenset(
 _DEFAULTS = SamplingParams()
 
 
-def path_dependent_option(params: SamplingParams, num_output_tokens: int) -> str | None:
+def path_dependent_option(params: SamplingParams) -> str | None:
     """The first option of a request that keeps it from being drafted for.
+
+    ``min_tokens`` is not among them: the runner lifts it once the tokens are there.
 
     Args:
         params: of the request.
-        num_output_tokens: generated so far, including the newest token.
 
     Returns:
         The option's name, or ``None`` when the request can be drafted for. An option this
         release does not know counts as path-dependent unless it is at its default.
     """
-    if params.min_tokens > num_output_tokens:
-        return "min_tokens"
     for option in params.__struct_fields__:
         if option.startswith("_") or option in _NODE_LOCAL or option == "min_tokens":
             continue

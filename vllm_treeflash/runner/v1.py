@@ -63,6 +63,8 @@ class TreeFlashModelRunner(CPUModelRunner):
         self.drafter = TreeFlashProposer(self.vllm_config, self.device, self)
         # The newest tree of each request, by request id.
         self._trees: dict[str, DraftTree] = {}
+        # Why a request is not drafted for, by request id; None for those that are.
+        self._plain_options: dict[str, str | None] = {}
         self._layout: VerifyLayout | None = None
         self._paths: AcceptedPaths | None = None
         custom = [
@@ -230,8 +232,6 @@ class TreeFlashModelRunner(CPUModelRunner):
         num_requests = self.input_batch.num_reqs
         drafts: list[list[int]] = [[] for _ in range(num_requests)]
         num_nodes = 1 + scheduler_output.num_spec_tokens_to_schedule
-        # With many requests the step's token budget is shared out, best nodes first.
-        num_nodes = min(num_nodes, self.max_num_tokens // num_requests)
         drafted = self._requests_to_draft_for(sampled_token_ids, context_end)
         if not drafted or num_nodes < 2:
             return drafts
@@ -263,16 +263,22 @@ class TreeFlashModelRunner(CPUModelRunner):
             num_output_tokens = len(request.output_token_ids) + sampled[index]
             if params.max_tokens is not None and num_output_tokens + 1 >= params.max_tokens:
                 continue  # one more token at most: nothing to speculate on
-            option = self._custom_processors or path_dependent_option(params, num_output_tokens)
-            if option:
-                log_plain_decoding(option)
+            if params.min_tokens > num_output_tokens:
+                log_plain_decoding("min_tokens")
                 continue
-            drafted.append(index)
+            if request.req_id not in self._plain_options:
+                option = self._custom_processors or path_dependent_option(params)
+                self._plain_options[request.req_id] = option
+                if option:
+                    log_plain_decoding(option)
+            if not self._plain_options[request.req_id]:
+                drafted.append(index)
         return drafted
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         for req_id in scheduler_output.finished_req_ids:
             self._trees.pop(req_id, None)
+            self._plain_options.pop(req_id, None)
         return super()._update_states(scheduler_output)
 
 
