@@ -138,3 +138,24 @@ def test_unseeded_requests_differ(acceptance: Any) -> None:
     tokens = [tuple(o.outputs[0].token_ids) for o in outputs]
     assert set(tokens[0::2]) == {tuple(expected)}
     assert len(set(tokens[1::2])) == 4
+
+
+def test_seeded_request_with_chunked_prefill(acceptance: Any) -> None:
+    """Partial prefills must not draw from the seed (plain vLLM 0.32 crashes here on CPU)."""
+    from vllm import SamplingParams
+
+    prompt: Any = {"prompt_token_ids": random_prompts([150], 512)[0]}
+    params = SamplingParams(
+        temperature=1.0, seed=4, max_tokens=24, ignore_eos=True, detokenize=False
+    )
+    tokens = {}
+    chunked = {"speculative_config": speculative_config(num_speculative_tokens=31)}
+    for name, options in (
+        ("plain, one chunk", {}),
+        ("tree, chunks of 48", {**chunked, "max_num_batched_tokens": 48}),
+    ):
+        with make_llm(**options) as llm:
+            output = llm.generate(prompt, params, use_tqdm=False)[0]
+        tokens[name] = list(output.outputs[0].token_ids)
+    assert tokens["tree, chunks of 48"] == tokens["plain, one chunk"]
+    assert acceptance.lengths

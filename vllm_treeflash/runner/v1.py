@@ -67,6 +67,7 @@ class TreeFlashModelRunner(CPUModelRunner):
         self._plain_options: dict[str, str | None] = {}
         self._layout: VerifyLayout | None = None
         self._paths: AcceptedPaths | None = None
+        self._held_generators: dict[int, torch.Generator] = {}
         custom = [
             type(p).__name__
             for p in self.input_batch.logitsprocs.all
@@ -162,6 +163,11 @@ class TreeFlashModelRunner(CPUModelRunner):
     def _sample(
         self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
     ) -> SamplerOutput:
+        # A partial prefill is sampled and thrown away. vLLM then rewinds its generator with
+        # set_offset, which CPU generators lack: do not let it advance in the first place.
+        generators = self.input_batch.generators
+        discarded = self.discard_request_mask.np[: self.input_batch.num_reqs]
+        self._held_generators = {i: generators.pop(i) for i in list(generators) if discarded[i]}
         layout = self._layout
         if layout is None:
             return super()._sample(logits, None)
@@ -184,6 +190,11 @@ class TreeFlashModelRunner(CPUModelRunner):
             token_ids[:, 0] = sampled.last
         token_ids[layout.request_index] = paths.token_ids.int()
         return SamplerOutput(token_ids, _one_row_per_column(sampled.logprobs, width))
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        output = super()._bookkeeping_sync(*args, **kwargs)
+        self.input_batch.generators.update(self._held_generators)
+        return output
 
     def _compact(self, layout: VerifyLayout, paths: AcceptedPaths) -> None:
         source, destination = moved_rows(layout, paths)
