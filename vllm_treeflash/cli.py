@@ -1,4 +1,4 @@
-"""``vllm-treeflash``: demonstrate and measure TreeFlash on this machine."""
+"""``vllm-treeflash``: demonstrate, measure and check TreeFlash on this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from vllm_treeflash import __version__, demo
+from vllm_treeflash import __version__, demo, doctor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,6 +32,10 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     command = commands.add_parser("demo", help="plain vLLM and TreeFlash on a few prompts")
     demo.add_arguments(command)
     command.set_defaults(run=demo.run)
+
+    command = commands.add_parser("doctor", help="find and repair what keeps vLLM from running")
+    doctor.add_arguments(command)
+    command.set_defaults(run=doctor.run)
 
     command = commands.add_parser("bench", help="compare decoding methods and budgets")
     if arguments[:1] == ["bench"]:

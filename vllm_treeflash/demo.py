@@ -12,6 +12,7 @@ import os
 import sys
 import textwrap
 import time
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +104,10 @@ def _set_environment(verbose: bool) -> None:
     # The engine in this process: it starts in half the time.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "ERROR")
+    if not verbose:
+        # What torch and vLLM's imports say on stderr, beside vLLM's log.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 def _run_engine(
