@@ -104,18 +104,36 @@ def test_drafters_own_limit(golden_plain: list[list[int]], acceptance: Any) -> N
     assert acceptance.mean > 1.0
 
 
-@pytest.mark.parametrize("stop_at", range(4, 16, 2))
-def test_stopping_in_mid_path(stop_at: int, golden_plain: list[list[int]], acceptance: Any) -> None:
-    """max_tokens and stop tokens end a request inside an accepted path, as without one."""
-    # A prompt whose continuation is accepted several tokens at a time.
-    prompts = [[366, 481, 177, 64, 362]]
-    with make_llm(speculative_config=speculative_config()) as llm:
-        whole = greedy(llm, prompts, max_tokens=48)[0]
-        assert greedy(llm, prompts, max_tokens=stop_at)[0] == whole[:stop_at]
-        token = whole[stop_at]
-        stopped = _with_reasons(llm, prompts, max_tokens=48, stop_token_ids=[token])
-    assert stopped == [(whole[: whole.index(token) + 1], "stop")]
-    assert max(acceptance.lengths) >= 4
+def test_stopping_in_mid_path(models: Any, acceptance: Any) -> None:
+    """max_tokens and stop tokens end requests inside accepted paths, as without trees."""
+    from vllm import SamplingParams
+
+    prompt: Any = {"prompt_token_ids": random_prompts([20], tiny_models.VOCAB)[0]}
+    base = {"temperature": 0.0, "detokenize": False, "max_tokens": 48}
+    params = [SamplingParams(**{**base, "max_tokens": n}) for n in range(1, 49)]
+    params += [
+        SamplingParams(**base, stop_token_ids=[token], min_tokens=min_tokens)
+        for token in range(tiny_models.VOCAB)
+        for min_tokens in (0, 9)
+    ]
+    spec = {"method": "treeflash", "model": models("drafter"), "num_speculative_tokens": 63}
+    ends: dict[str, list[Any]] = {}
+    for name, speculative in (("plain", None), ("tree", spec)):
+        with make_llm(model=models("qwen3_tied"), speculative_config=speculative) as llm:
+            whole = llm.generate(prompt, SamplingParams(**base, ignore_eos=True), use_tqdm=False)
+            lengths = list(acceptance.lengths)
+            outputs = llm.generate([prompt] * len(params), params, use_tqdm=False)
+        ends[name] = [
+            (list(o.token_ids), o.finish_reason, o.stop_reason)
+            for o in (output.outputs[0] for output in whole + outputs)
+        ]
+    assert ends["tree"] == ends["plain"]
+    assert {reason for _, reason, _ in ends["tree"]} == {"length", "stop"}
+    # Where the accepted paths of the undisturbed request ended; token 1 is the prefill's.
+    boundaries = {1 + sum(lengths[:i]) for i in range(len(lengths) + 1)}
+    for kind, at_least in (("length", 10), ("stop", 1)):
+        inside = {len(t) for t, reason, _ in ends["tree"] if reason == kind} - boundaries
+        assert len(inside) >= at_least, kind
 
 
 @pytest.mark.parametrize("target", sorted(tiny_models.TARGETS))
