@@ -8,11 +8,12 @@ the ``treeflash_*`` keys as fields. It travels to every process inside ``VllmCon
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 from typing import Any, Literal, get_args
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationError
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
 from vllm.config.utils import config
 from vllm.logger import init_logger
@@ -22,14 +23,24 @@ logger = init_logger(__name__)
 
 METHOD = "treeflash"
 DRAFT_ARCHITECTURE = "DFlashTreeFlashDraftModel"
+#: What the config of a published checkpoint calls itself.
+CHECKPOINT_ARCHITECTURES = ("TreeFlashDraftModel", "DFlashDraftModel")
 #: Published budget (nodes including the root) when the checkpoint names none.
 DEFAULT_CANDIDATE_TOKENS = 64
 TreeFlashMode = Literal["tree", "chain"]
 
 _OWN_KEYS = ("treeflash_top_m", "treeflash_top_k", "treeflash_draft_temperature", "treeflash_mode")
-#: vLLM keys that change how a *chain* is verified or drafted; silently ignoring them would
-#: promise something else than what runs.
-_CHAIN_ONLY_KEYS = {
+#: Fields of ``SpeculativeConfig`` that vLLM itself fills in.
+_INTERNAL_KEYS = {
+    "target_model_config",
+    "target_parallel_config",
+    "draft_model_config",
+    "draft_parallel_config",
+}
+#: Keys of vLLM's other methods, and keys that change how a *chain* is verified or drafted,
+#: with the only value they can have here. Silently ignoring them would promise something
+#: else than what runs.
+_FOREIGN_KEYS = {
     "disable_padded_drafter_batch": False,
     "use_local_argmax_reduction": False,
     "rejection_sample_method": "standard",
@@ -39,6 +50,14 @@ _CHAIN_ONLY_KEYS = {
     "enable_adaptive_verification": False,
     "use_heterogeneous_vocab": False,
     "parallel_drafting": False,
+    "prompt_lookup_max": None,
+    "prompt_lookup_min": None,
+    "suffix_decoding_max_tree_depth": 24,
+    "suffix_decoding_max_cached_requests": 10000,
+    "suffix_decoding_max_spec_factor": 1.0,
+    "suffix_decoding_min_token_prob": 0.1,
+    "dspark_draft_topk": None,
+    "index_share_for_mtp_iteration": None,
 }
 
 
@@ -74,7 +93,13 @@ class TreeFlashSpeculativeConfig(SpeculativeConfig):
         return False
 
     def __post_init__(self) -> None:
+        target = self.target_model_config  # type: ignore[has-type]
+        # A published checkpoint's auto_map names code that is not needed here. Do not run
+        # it, even if the user trusts the target's; vLLM asks the target's config for both.
+        self.target_model_config = copy.copy(target)
+        self.target_model_config.trust_remote_code = False
         super().__post_init__()
+        self.target_model_config = target
         hf_config = self.draft_model_config.hf_config
         complete_draft_config(hf_config, self.draft_model_config.model)
         # Both layouts (TreeFlashDraftModel, DFlashDraftModel) run on one model class.
@@ -119,17 +144,32 @@ def from_user_dict(
             f"treeflash: num_speculative_tokens={nodes} is longer than a chain can be: the "
             f"drafter's block_size is {depth + 1}, so treeflash_mode='chain' takes 1 to {depth}."
         )
-    return TreeFlashSpeculativeConfig(
-        method="dflash",
-        target_model_config=target_model_config,
-        target_parallel_config=target_parallel_config,
-        **keys,
-    )
+    try:
+        return TreeFlashSpeculativeConfig(
+            method="dflash",
+            target_model_config=target_model_config,
+            target_parallel_config=target_parallel_config,
+            **keys,
+        )
+    except ValidationError as error:
+        # vLLM's own rules about its generic keys, without pydantic's wrapping.
+        raise ValueError(f"treeflash: {_readable(error)}") from error
+
+
+def _readable(error: ValidationError) -> str:
+    """The messages of a validation error, each with the key and value it is about."""
+    messages = []
+    for detail in error.errors():
+        message = detail["msg"].removeprefix("Value error, ")
+        if key := ".".join(map(str, detail["loc"])):
+            message = f"{key}={detail['input']!r}: {message}"
+        messages.append(message)
+    return "; ".join(messages)
 
 
 def _check_keys(keys: dict[str, Any]) -> None:
     """Names, types and ranges of what the user wrote."""
-    known = {f.name for f in dataclasses.fields(TreeFlashSpeculativeConfig)}
+    known = {f.name for f in dataclasses.fields(TreeFlashSpeculativeConfig)} - _INTERNAL_KEYS
     for key in keys:
         if key not in known:
             pool = _OWN_KEYS if key.startswith("treeflash") else sorted(known)
@@ -164,24 +204,32 @@ def _check_keys(keys: dict[str, Any]) -> None:
         raise ValueError(
             f"treeflash: {key}={keys[key]!r} must be one of {', '.join(get_args(TreeFlashMode))}."
         )
-    for key, only in _CHAIN_ONLY_KEYS.items():
+    for key, only in _FOREIGN_KEYS.items():
         if key in keys and keys[key] != only:
             raise ValueError(
-                f"treeflash: {key}={keys[key]!r} does not apply to tree verification, which "
-                f"samples every node from the target itself; leave it out (or {only!r})."
+                f"treeflash: {key}={keys[key]!r} does not apply to trees, which are drafted "
+                f"and verified in another way; leave it out (or at {only!r})."
             )
 
 
 def _read_draft_config(keys: dict[str, Any], target: ModelConfig) -> Any:
     """The draft checkpoint's Hugging Face config, completed with the method's defaults."""
-    draft = get_config(
-        keys["model"],
-        trust_remote_code=target.trust_remote_code,
-        revision=keys.get("revision"),
-        code_revision=keys.get("code_revision"),
-        config_format=target.config_format,
-    )
-    complete_draft_config(draft, keys["model"])
+    model = keys["model"]
+    try:
+        draft = get_config(
+            model,
+            trust_remote_code=False,
+            revision=keys.get("revision"),
+            code_revision=keys.get("code_revision"),
+            config_format=target.config_format,
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"treeflash: model={model!r} is not a draft checkpoint that can be read: it must be "
+            "the path of a directory with a config.json, or a Hugging Face name (offline: in "
+            f"the local cache). {str(error).splitlines()[0]}"
+        ) from error
+    complete_draft_config(draft, model)
     return draft
 
 
@@ -208,11 +256,28 @@ def complete_draft_config(draft: Any, model: str) -> None:
             f"treeflash: dflash_config of '{model}' needs mask_token_id, an integer token id; "
             f"found {dflash.get('mask_token_id')!r}."
         )
-    if not dflash.get("target_layer_ids"):
+    if dflash.get("target_layer_ids") is None:
         dflash["target_layer_ids"] = default_target_layer_ids(
             draft.num_hidden_layers, getattr(draft, "num_target_layers", None), model
         )
+    ids = dflash["target_layer_ids"]
+    if not isinstance(ids, list) or not ids or not all(isinstance(i, int) for i in ids):
+        raise ValueError(
+            f"treeflash: dflash_config.target_layer_ids={ids!r} of '{model}' must be a list of "
+            "target layer numbers."
+        )
     treeflash = getattr(draft, "treeflash_config", None) or {}
+    if not isinstance(treeflash, dict):
+        raise ValueError(
+            f"treeflash: treeflash_config={treeflash!r} of '{model}' must be a JSON object, or "
+            "left out (no AR head)."
+        )
+    candidates = treeflash.get("candidate_tokens")
+    if candidates is not None and (not isinstance(candidates, int) or candidates < 2):
+        raise ValueError(
+            f"treeflash: treeflash_config.candidate_tokens={candidates!r} of '{model}' must be an "
+            "integer of at least 2 (it counts the root)."
+        )
     if (ar := treeflash.get("ar_approximation")) not in (None, "swiglu"):
         raise ValueError(
             f"treeflash: treeflash_config.ar_approximation={ar!r} of '{model}' is not "
@@ -240,10 +305,15 @@ def default_target_layer_ids(num_layers: int, num_target_layers: Any, model: str
 
 def _check_checkpoint(draft: Any, model: str, target: ModelConfig) -> None:
     """Everything in which the drafter must fit the target."""
+    if not set(draft.architectures or ()) & set(CHECKPOINT_ARCHITECTURES):
+        raise ValueError(
+            f"treeflash: '{model}' is a checkpoint of {draft.architectures}; supported are "
+            f"{' and '.join(CHECKPOINT_ARCHITECTURES)}."
+        )
     target_text = target.hf_text_config
     layers = target.get_total_num_hidden_layers()
     ids = draft.dflash_config["target_layer_ids"]
-    if not all(isinstance(i, int) and 0 <= i < layers for i in ids):
+    if not all(0 <= i < layers for i in ids):
         raise ValueError(
             f"treeflash: '{model}' reads target layers {ids}, but the target "
             f"'{target.model}' has layers 0 to {layers - 1}."

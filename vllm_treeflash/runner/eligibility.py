@@ -16,13 +16,18 @@ logger = init_logger(__name__)
 #: Options that drafts do not touch: how a node is sampled from its own logits, how many
 #: sequences there are, when to stop, how text is returned. Anything else must be unset.
 _NODE_LOCAL = frozenset(
-    """
-    n temperature top_p top_k min_p seed stop stop_token_ids ignore_eos max_tokens
-    prompt_logprobs prompt_logprob_token_ids prompt_logprob_start flat_logprobs detokenize
-    skip_special_tokens spaces_between_special_tokens include_stop_str_in_output output_kind
-    stream_interval skip_clone output_text_buffer_length skip_reading_prefix_cache
-    extra_args truncate_prompt_tokens repetition_detection watermarking
-    """.split()
+    (
+        *("n", "temperature", "top_p", "top_k", "min_p", "seed"),
+        *("stop", "stop_token_ids", "ignore_eos", "max_tokens", "repetition_detection"),
+        *("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"),
+        *("flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+        *("include_stop_str_in_output", "output_kind", "stream_interval", "skip_clone"),
+        *("output_text_buffer_length", "skip_reading_prefix_cache"),
+        # For custom logits processors, with which nobody is drafted for, and KV connectors.
+        "extra_args",
+        # Of an engine that is started without it (the method refuses watermark_config).
+        "watermarking",
+    )
 )
 _DEFAULTS = SamplingParams()
 

@@ -8,6 +8,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_treeflash.config import TreeFlashSpeculativeConfig
+from vllm_treeflash.runner.selection import check_token_budget
 
 
 class TreeFlashScheduler(Scheduler):
@@ -27,9 +28,10 @@ class TreeFlashScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         speculative_config = self.vllm_config.speculative_config
         assert isinstance(speculative_config, TreeFlashSpeculativeConfig)
+        check_token_budget(self.num_spec_tokens, self.scheduler_config.max_num_batched_tokens)
         # The query block is the bonus token and `block_depth` masks behind it.
         self.num_lookahead_tokens = 1 + speculative_config.block_depth
-        if self.dynamic_sd_lookup is None:
+        if self.dynamic_sd_lookup is None:  # type: ignore[has-type]
             # A schedule that always says "all of them" turns the padding off.
             sizes = self.scheduler_config.max_num_seqs + 1
             self.dynamic_sd_lookup = [self.num_spec_tokens] * sizes

@@ -9,6 +9,7 @@ from vllm.config import ModelConfig, ParallelConfig
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import is_quantized_kv_cache
 
 CPU_WORKER = "vllm_treeflash.runner.worker.TreeFlashCPUWorker"
 SCHEDULER = "vllm_treeflash.runner.scheduler.TreeFlashScheduler"
@@ -30,6 +31,7 @@ def select_runner(
     """
     _check_platform(parallel_config)
     _check_target(target_model_config)
+    _check_features(engine_args)
     if parallel_config.worker_cls not in ("auto", CPU_WORKER):
         raise ValueError(
             f"treeflash: worker_cls={parallel_config.worker_cls!r} cannot be combined with "
@@ -40,12 +42,24 @@ def select_runner(
             f"treeflash: scheduler_cls={engine_args.scheduler_cls!r} cannot be combined with "
             "method 'treeflash', which brings its own scheduler; leave it unset."
         )
-    if engine_args.async_scheduling:
-        raise ValueError(
-            "treeflash: async_scheduling=True is not supported yet; leave it unset."
-        )
     parallel_config.worker_cls = CPU_WORKER
     engine_args.scheduler_cls = SCHEDULER
+
+
+def check_token_budget(num_speculative_tokens: int, max_num_batched_tokens: int) -> None:
+    """A step must be able to hold one whole tree.
+
+    Raises:
+        ValueError: naming both values and what would fit.
+    """
+    rows = 1 + num_speculative_tokens
+    if rows > max_num_batched_tokens:
+        raise ValueError(
+            f"treeflash: num_speculative_tokens={num_speculative_tokens} makes a tree of {rows} "
+            f"rows with its root, but max_num_batched_tokens={max_num_batched_tokens}; use "
+            f"num_speculative_tokens of at most {max_num_batched_tokens - 1} or "
+            f"max_num_batched_tokens of at least {rows}."
+        )
 
 
 def _check_platform(parallel_config: ParallelConfig) -> None:
@@ -67,6 +81,23 @@ def _check_platform(parallel_config: ParallelConfig) -> None:
     ):
         if (value := getattr(parallel_config, key)) > 1:
             raise ValueError(f"treeflash: {key}={value} is not supported yet; use 1.")
+
+
+def _check_features(engine_args: Any) -> None:
+    """Engine options that trees do not work with yet, at any value that turns them on."""
+    unsupported = {
+        "async_scheduling": "it schedules the next step before this step's trees are known",
+        "kv_transfer_config": "a KV connector would copy nodes that are not yet compacted",
+        "kv_offloading_size": "offloading would copy nodes that are not yet compacted",
+        "watermark_config": "a watermark depends on the tokens before each node",
+    }
+    for key, reason in unsupported.items():
+        if value := getattr(engine_args, key):
+            raise ValueError(
+                f"treeflash: {key}={value!r} is not supported yet ({reason}); leave it unset."
+            )
+    if is_quantized_kv_cache(dtype := engine_args.kv_cache_dtype):
+        raise ValueError(f"treeflash: kv_cache_dtype={dtype!r} is not supported yet; use 'auto'.")
 
 
 def _check_target(target: ModelConfig) -> None:
