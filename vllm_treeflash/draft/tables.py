@@ -16,7 +16,7 @@ import torch
 #: Upper bound of the bytes of logits alive at once (float32 logits and the temporaries of
 #: softmax and top-k), whatever the batch and the vocabulary.
 MAX_LOGITS_BYTES = 64 * 1024 * 1024
-# A chunk exists as model-dtype logits, as float32 logits and once more inside logsumexp.
+# A chunk exists as model-dtype logits, as float32 logits and as log-probabilities.
 _COPIES_OF_A_CHUNK = 3
 
 
@@ -62,8 +62,8 @@ def topk_log_probs(
         logits = compute_logits(chunk).float()
         if temperature != 1.0:
             logits = logits / temperature
-        top, index = logits.topk(k, dim=-1)
-        values.append(top - logits.logsumexp(dim=-1, keepdim=True))
+        top, index = logits.log_softmax(dim=-1).topk(k, dim=-1)
+        values.append(top)
         indices.append(index)
     return torch.cat(values), torch.cat(indices)
 

@@ -1,4 +1,4 @@
-"""One sample per node from the V1 sampler, honouring each request's own options."""
+"""Samples at tree nodes from the V1 sampler, honouring each request's own options."""
 
 from __future__ import annotations
 
@@ -28,17 +28,14 @@ class SampledRows:
     """Samples of one step.
 
     Attributes:
-        nodes: int64 ``[T, R]``, sample at every tree node (undefined in the padding).
+        nodes: int64 ``[T, R]``, sample at every tree node that can matter, ``-1`` elsewhere.
         last: int32 ``[B]``, sample of the requests without drafts (undefined for others).
         logprobs: of ``last``, ``None`` when no request asked.
-        generators: by request with drafts and a seed, its generator after the draw at
-            each depth.
     """
 
     nodes: torch.Tensor
     last: torch.Tensor | None
     logprobs: LogprobsTensors | None
-    generators: dict[int, list[torch.Generator]]
 
 
 def sample_nodes(
@@ -48,7 +45,12 @@ def sample_nodes(
     first_logit: torch.Tensor,
     metadata: SamplingMetadata,
 ) -> SampledRows:
-    """Sample every node of every tree, and one token for each other request.
+    """Sample the nodes of every tree, and one token for each other request.
+
+    Greedy requests: the argmax of every node, in one call. Sampled requests: node by node
+    along the path, because on CPU top-p sorts the vocabulary of each row (several times the
+    target's forward for a whole tree), and because a seeded request then draws exactly as
+    often, and in the same order, as it would without speculation.
 
     Args:
         sampler: the runner's sampler.
@@ -58,103 +60,57 @@ def sample_nodes(
         first_logit: int64 ``[B]``, each request's first row in ``logits``.
         metadata: per request, as vLLM built it for the batch.
     """
-    requests = first_logit.shape[0]
     trees = set(layout.request_index.tolist())
     last, logprobs = None, None
-    if len(trees) < requests:
+    if len(trees) < first_logit.shape[0]:
         # Requests without drafts: vLLM's sampler with vLLM's metadata. It works on whole
         # batches, so the trees' roots go along; only their generators must not advance.
         plain = {i: g for i, g in metadata.generators.items() if i not in trees}
         output = sampler(logits[first_logit], replace(metadata, generators=plain))
         last, logprobs = output.sampled_token_ids.squeeze(-1), output.logprobs_tensors
 
-    rows = (first_logit[layout.request_index].unsqueeze(1) + _arange(layout))[layout.valid]
-    row_request = layout.request_index.repeat_interleave(layout.num_rows)
-    row_depth = layout.depths[layout.valid]
-    if rows.numel() != logits.shape[0]:
-        logits = logits[rows]
-    generators = {i: [g] for i, g in metadata.generators.items() if i in trees}
-    sampled = _sample_rows(sampler, logits, row_request, row_depth, metadata, generators)
-    nodes = torch.zeros(layout.valid.shape, dtype=torch.int64, device=logits.device)
-    nodes[layout.valid] = sampled
-    return SampledRows(nodes, last, logprobs, {i: g[1:] for i, g in generators.items()})
-
-
-def advance_generators(
-    metadata: SamplingMetadata, sampled: SampledRows, layout: VerifyLayout, lengths: torch.Tensor
-) -> None:
-    """Move each seeded request's generator past the draws of its committed tokens.
-
-    Args:
-        metadata: per request; its generators are changed in place.
-        sampled: of the step.
-        layout: of the step.
-        lengths: int64 ``[T]``, committed tokens of each request with drafts.
-    """
-    if not sampled.generators:
-        return
-    for request, length in zip(layout.request_index.tolist(), lengths.tolist()):
-        if request in sampled.generators:
-            after = sampled.generators[request][length - 1]
-            metadata.generators[request].set_state(after.get_state())
-
-
-def _arange(layout: VerifyLayout) -> torch.Tensor:
-    return torch.arange(layout.valid.shape[1], device=layout.valid.device)
+    first = first_logit[layout.request_index]
+    nodes = torch.full(layout.valid.shape, -1, dtype=torch.int64, device=logits.device)
+    greedy = torch.ones_like(first, dtype=torch.bool)
+    if metadata.temperature is not None:
+        greedy = metadata.temperature[layout.request_index] < _SAMPLING_EPS
+    if greedy.any():
+        chosen = layout.valid & greedy.unsqueeze(1)
+        rows = (first.unsqueeze(1) + torch.arange(chosen.shape[1]))[chosen]
+        every_row = rows.numel() == logits.shape[0]
+        requests = layout.request_index[greedy].repeat_interleave(layout.num_rows[greedy])
+        nodes[chosen] = _sample_rows(
+            sampler, logits if every_row else logits[rows], requests, metadata, {}
+        )
+    walking = (~greedy).nonzero().squeeze(1)
+    node = torch.zeros_like(walking)
+    while walking.numel():
+        requests = layout.request_index[walking]
+        generators = {
+            row: metadata.generators[request]
+            for row, request in enumerate(requests.tolist())
+            if request in metadata.generators
+        }
+        sampled = _sample_rows(
+            sampler, logits[first[walking] + node], requests, metadata, generators
+        )
+        nodes[walking, node] = sampled
+        is_child = layout.valid[walking] & (layout.parents[walking] == node.unsqueeze(1))
+        follows, child = (is_child & (layout.tokens[walking] == sampled.unsqueeze(1))).max(dim=1)
+        walking, node = walking[follows], child[follows]
+    return SampledRows(nodes, last, logprobs)
 
 
 def _sample_rows(
     sampler: Sampler,
     logits: torch.Tensor,
     row_request: torch.Tensor,
-    row_depth: torch.Tensor,
-    metadata: SamplingMetadata,
-    generators: dict[int, list[torch.Generator]],
-) -> torch.Tensor:
-    """Sample rows whose request options are given by ``row_request``; int64 ``[rows]``.
-
-    Appends to each request's list in ``generators`` its generator after each depth.
-    """
-    if not generators:
-        return _call(sampler, logits, row_request, metadata, {})
-    # A seeded request draws once per token. To emit the text it would emit without
-    # speculation, all its nodes at depth d use draw d: siblings share the noise, which is
-    # exact because at most one node of a depth is on the accepted path.
-    seeded = torch.zeros(int(row_request.max()) + 1, dtype=torch.bool)
-    seeded[list(generators)] = True
-    is_seeded = seeded[row_request]
-    sampled = torch.zeros(len(row_request), dtype=torch.int64, device=logits.device)
-    unseeded_rows = (~is_seeded).nonzero().squeeze(1)
-    if unseeded_rows.numel():
-        sampled[unseeded_rows] = _call(
-            sampler, logits[unseeded_rows], row_request[unseeded_rows], metadata, {}
-        )
-    for depth in range(int(row_depth[is_seeded].max()) + 1):
-        level = (is_seeded & (row_depth == depth)).nonzero().squeeze(1)
-        level_requests = row_request[level].tolist()
-        row_generators = {
-            i: generators[request][depth].clone_state() for i, request in enumerate(level_requests)
-        }
-        sampled[level] = _call(
-            sampler, logits[level], row_request[level], metadata, row_generators
-        )
-        # Any row's generator is now one draw further: the state of the next depth.
-        for request, generator in zip(level_requests, row_generators.values()):
-            if len(generators[request]) == depth + 1:
-                generators[request].append(generator)
-    return sampled
-
-
-def _call(
-    sampler: Sampler,
-    logits: torch.Tensor,
-    row_request: torch.Tensor,
     metadata: SamplingMetadata,
     generators: dict[int, torch.Generator],
 ) -> torch.Tensor:
-    return sampler(logits, expand_metadata(metadata, row_request, generators)).sampled_token_ids[
-        :, 0
-    ].long()
+    """One sample per row; ``row_request`` says whose options apply. int64 ``[rows]``."""
+    rows = expand_metadata(metadata, row_request, generators)
+    return sampler(logits, rows).sampled_token_ids.squeeze(-1).long()
 
 
 def expand_metadata(

@@ -38,7 +38,7 @@ from vllm_treeflash.commit.kv_cache import move_slots, moved_rows
 from vllm_treeflash.config import TreeFlashSpeculativeConfig
 from vllm_treeflash.draft.selection import select_tree
 from vllm_treeflash.runner.eligibility import log_plain_decoding, path_dependent_option
-from vllm_treeflash.runner.node_sampling import advance_generators, sample_nodes
+from vllm_treeflash.runner.node_sampling import sample_nodes
 from vllm_treeflash.runner.proposer import TreeFlashProposer
 from vllm_treeflash.runner.timing import StepTimer
 from vllm_treeflash.tree import DraftTree
@@ -179,7 +179,6 @@ class TreeFlashModelRunner(CPUModelRunner):
             sampled = sample_nodes(self.sampler, logits, layout, first_logit, metadata)
         with self.timer.phase("commit"):
             paths = self._paths = accept(layout, sampled.nodes)
-            advance_generators(metadata, sampled, layout, paths.lengths)
             self._compact(layout, paths)
 
         width = paths.token_ids.shape[1]
