@@ -124,9 +124,7 @@ def _run(command: list[str], what: str) -> None:
     # stdout goes to stderr: the caller's stdout is for results.
     done = subprocess.run(command, stdout=sys.stderr, check=False)
     if done.returncode:
-        raise RuntimeError(
-            f"{what} failed with exit status {done.returncode}: {' '.join(command)}"
-        )
+        raise RuntimeError(f"{what} failed with exit status {done.returncode}: {' '.join(command)}")
 
 
 def main() -> None:
