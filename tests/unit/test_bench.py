@@ -22,9 +22,7 @@ def _request(name: str, prompt: int, tokens: list[int], accepted: list[int]) -> 
     return Request(name, prompt, tokens, "length", accepted, drafted=15 * len(accepted))
 
 
-def _step(
-    seconds: float, requests: int = 1, *, prefill: bool = False, **phases: float
-) -> Step:
+def _step(seconds: float, requests: int = 1, *, prefill: bool = False, **phases: float) -> Step:
     return Step(seconds, requests, prefill, phases)
 
 
