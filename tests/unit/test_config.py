@@ -168,7 +168,7 @@ def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     both = engine_config({"treeflash_top_k": 2, "model": DRAFTER}, spec_method="treeflash")
     assert isinstance(both.speculative_config, TreeFlashSpeculativeConfig)
     assert both.speculative_config.treeflash_top_k == 2
-    with pytest.raises(ValueError, match="--spec-model and .* are mutually exclusive"):
+    with pytest.raises(ValueError, match=r"--spec-model and .* are mutually exclusive"):
         engine_config(speculative_config(), spec_model=DRAFTER)
 
 
