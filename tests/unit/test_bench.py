@@ -329,6 +329,8 @@ def test_report_shows_every_configuration() -> None:
     assert by_set.splitlines()[-1].split() == ["tree", "16", "2.000", "8.000", "3.500"]
     assert "plain" not in by_set
     assert depths.splitlines()[-1].split()[2:6] == ["75", "%", "50", "%"]
+    slow = {("tree 16", 8): measure.summarise(_PLAIN, _TREE, compare_tokens=False)}
+    assert table.report(slow).endswith("\n\nSlower than plain vLLM here: tree 16 (batch 8).")
     assert table.report(figures, markdown=True).startswith("### Speed, batch 1\n\n| ")
 
 

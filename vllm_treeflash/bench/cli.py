@@ -61,16 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-prompts", type=int, default=3, help="first prompts of a set; default: %(default)s"
     )
     load.add_argument("--max-tokens", type=int, default=96, help="default: %(default)s")
-    load.add_argument(
-        "--temperature", type=float, default=0.0, help="default: %(default)s, greedy"
-    )
+    load.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s, greedy")
     load.add_argument("--batch-sizes", type=_integers, default=[1, 8], help="default: 1,8")
     load.add_argument("--repeats", type=int, default=1, help="default: %(default)s")
     load.add_argument(
         "--resident",
         type=_resident,
         default=3,
-        help="engines alive at a time, about 3 GB each with the default pair; plain is one of "
+        help="engines alive at a time, about 3.5 GB each with the default pair; plain is one of "
         "them and runs again beside every group of others; default: %(default)s",
     )
     output = parser.add_argument_group("output")
@@ -262,9 +260,7 @@ def _figures(
     for size in args.batch_sizes:
         for configuration in configurations:
             own = [
-                b
-                for b in batches
-                if b.configuration == configuration.name and b.batch_size == size
+                b for b in batches if b.configuration == configuration.name and b.batch_size == size
             ]
             groups = {b.group for b in own}
             plain = [

@@ -76,9 +76,7 @@ def build_configurations(
     return configurations
 
 
-def in_groups(
-    configurations: Sequence[Configuration], resident: int
-) -> list[list[Configuration]]:
+def in_groups(configurations: Sequence[Configuration], resident: int) -> list[list[Configuration]]:
     """Groups of at most ``resident`` engines, each with the plain one if it is wanted."""
     plain = [c for c in configurations if c.mode == PLAIN]
     others = [c for c in configurations if c.mode != PLAIN]

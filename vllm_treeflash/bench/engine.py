@@ -64,9 +64,7 @@ class Engine:
         llm = self.llm
         # Paused while they are queued, so that all prompts are in the first step.
         llm.sleep(level=0)
-        llm.enqueue(
-            [{"prompt_token_ids": ids} for ids in token_ids], sampling, use_tqdm=False
-        )
+        llm.enqueue([{"prompt_token_ids": ids} for ids in token_ids], sampling, use_tqdm=False)
         llm.collective_rpc("start_step_recording")
         start = time.perf_counter()
         llm.wake_up(tags=["scheduling"])

@@ -27,10 +27,14 @@ def render(header: Sequence[str], rows: Sequence[Sequence[str]], *, markdown: bo
         return f"| {' | '.join(padded)} |" if markdown else "  ".join(padded).rstrip()
 
     if markdown:
-        rule = "|" + "|".join(
-            "-" * (width + 2) if i == 0 else "-" * (width + 1) + ":"
-            for i, width in enumerate(widths)
-        ) + "|"
+        rule = (
+            "|"
+            + "|".join(
+                "-" * (width + 2) if i == 0 else "-" * (width + 1) + ":"
+                for i, width in enumerate(widths)
+            )
+            + "|"
+        )
     else:
         rule = "  ".join("-" * width for width in widths)
     return "\n".join([line(header), rule, *(line(row) for row in rows)])
@@ -71,6 +75,13 @@ def report(figures: Mapping[tuple[str, int], Figures], *, markdown: bool = False
             if rows:
                 heading = f"### {title}\n" if markdown else title
                 parts.append(f"{heading}\n{render(header, rows, markdown=markdown)}")
+    slower = [
+        f"{name} (batch {size})"
+        for (name, size), f in figures.items()
+        if f.ratio_to_plain is not None and f.ratio_to_plain < 1
+    ]
+    if slower:
+        parts.append(f"Slower than plain vLLM here: {', '.join(slower)}.")
     return "\n\n".join(parts)
 
 
