@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm import LLM
 
-#: Recordings in the format of ``tests/data/golden``.
-GOLDEN = Path(os.environ.get("TREEFLASH_GOLDEN", Path(__file__).parent / "data" / "golden"))
+#: The recorded reference: a target and a drafter of a few hundred kilobytes.
+GOLDEN = Path(__file__).parent / "data" / "golden"
 TARGET = str(GOLDEN / "e2e" / "target")
 DRAFTER = str(GOLDEN / "e2e" / "drafter")
 

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from tests.engines import greedy, make_llm, runner_of, speculative_config
-from tests.parity.recordings import Path, e2e_records, node_paths
+from tests.parity.recordings import DRAFTER, TARGET, NodePath, e2e_records, node_paths
 from vllm_treeflash.draft.tables import TransitionTables
 from vllm_treeflash.runner import v1
 from vllm_treeflash.tree import DraftTreeBatch
@@ -49,7 +49,7 @@ class Step:
     accepted: list[int]
     tables: TransitionTables
 
-    def log_prob(self, path: Path) -> float:
+    def log_prob(self, path: NodePath) -> float:
         """What a node is worth in this step's tables; a node they lack raises."""
         state, total = 0, 0.0
         for depth, token in enumerate(path):
@@ -103,7 +103,11 @@ def engine(request: pytest.FixtureRequest) -> Iterator[RecordedEngine]:
         keys["treeflash_mode"] = "chain"
     else:
         keys["num_speculative_tokens"] = budget - 1
-    with make_llm(speculative_config=speculative_config(**keys)) as llm:
+    with make_llm(
+        model=TARGET,
+        max_model_len=max(len(r["prompt"]) + r["max_new_tokens"] for r in RECORDS) + 64,
+        speculative_config=speculative_config(model=DRAFTER, **keys),
+    ) as llm:
         recorded = RecordedEngine(llm)
         with (
             mock.patch.object(v1, "select_tree", recorded.select_tree),
