@@ -23,7 +23,9 @@ def golden_plain() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 15, 63, 128])
-def test_every_budget_in_a_batch(nodes: int, golden_plain: list[list[int]], acceptance: Any) -> None:
+def test_every_budget_in_a_batch(
+    nodes: int, golden_plain: list[list[int]], acceptance: Any
+) -> None:
     prompts = random_prompts(LENGTHS, GOLDEN_VOCAB)
     spec = speculative_config(num_speculative_tokens=nodes)
     with make_llm(speculative_config=spec) as llm:

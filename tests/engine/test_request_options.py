@@ -38,9 +38,7 @@ def _run(spec: dict[str, Any] | None, options: dict[str, Any]) -> list[Any]:
     per_request[2] = {"temperature": 1.0, "seed": 5, "top_p": 0.9}
     params = [SamplingParams(**{**base, **extra}) for extra in per_request]
     with make_llm(speculative_config=spec, max_logprobs=-1) as llm:
-        return llm.generate(
-            [{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False
-        )
+        return llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
 
 
 @pytest.mark.parametrize("option", sorted(OPTIONS))

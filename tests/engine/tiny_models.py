@@ -39,9 +39,7 @@ _COMMON = {
 _SLIDING = ["full_attention" if i % 2 else "sliding_attention" for i in range(LAYERS)]
 TARGETS: dict[str, PretrainedConfig] = {
     "qwen3_tied": Qwen3Config(**_COMMON, head_dim=32, tie_word_embeddings=True),
-    "qwen2_untied": Qwen2Config(
-        **{**_COMMON, "num_attention_heads": 2}, tie_word_embeddings=False
-    ),
+    "qwen2_untied": Qwen2Config(**{**_COMMON, "num_attention_heads": 2}, tie_word_embeddings=False),
     "llama_untied": LlamaConfig(**_COMMON, head_dim=32, tie_word_embeddings=False),
     "llama_sliding": LlamaConfig(
         **_COMMON,

@@ -13,7 +13,7 @@ Cache layout: per block and KV head the ``vec`` kernels keep the keys transposed
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -117,7 +117,7 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         super().__init__(*args, **kwargs)
         if not isinstance(self.vllm_config.speculative_config, TreeFlashSpeculativeConfig):
             return  # another engine in this process: plain CPU_ATTN
-        if self.isa == "amx":
+        if self.isa == "amx":  # type: ignore[has-type]
             # AMX packs its keys in tiles; the vector kernels serve every x86 build.
             self.isa = "vec"
             self._set_isa_to_layers(self.layer_names)
@@ -238,8 +238,8 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
             output[rows] = plain_output
         keys, values = cache_views(kv_cache)
         for span in attn_metadata.spans:
-            rows = slice(span.first_row, span.first_row + span.num_rows)
-            output[rows] = self._attend(query[rows], keys, values, span).view_as(output[rows])
+            tree = slice(span.first_row, span.first_row + span.num_rows)
+            output[tree] = self._attend(query[tree], keys, values, span).view_as(output[tree])
         return output
 
     def _attend(
@@ -298,7 +298,6 @@ def require_maskable(name: str, impl: object) -> None:
             f"treeflash: layer {name} uses {type(impl).__name__}; tree attention on CPU "
             "needs the CPU_ATTN backend."
         )
-    impl = cast(TreeCPUAttentionImpl, impl)
     unsupported = {
         "ALiBi slopes": impl.alibi_slopes is not None,
         "attention sinks": impl.sinks is not None,

@@ -39,11 +39,13 @@ class TreeFlashModel(DFlashQwen3Model):
         """Block forward: ``[tokens]`` ids and positions to ``[tokens, hidden_size]``."""
         if input_embeds is None:
             input_embeds = self.embed_input_ids(input_ids)
-        hidden_states, residual = input_embeds, None
+        hidden_states: torch.Tensor = input_embeds
+        residual: torch.Tensor | None = None
         for layer in self.layers:
             hidden_states, residual = layer(
                 positions=positions, hidden_states=hidden_states, residual=residual
             )
+        assert residual is not None
         return hidden_states + residual
 
 
@@ -106,9 +108,7 @@ class TreeFlashDraftModel(DFlashQwen3ForCausalLM):
         """
         assert self.ar_approximation is not None
         embedding = self.embed_input_ids(previous_token_ids)
-        return self.normalize(
-            hidden + self.ar_approximation(self.normalize(hidden), embedding)
-        )
+        return self.normalize(hidden + self.ar_approximation(self.normalize(hidden), embedding))
 
     def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
         """The backbone's final norm, ``[R, hidden_size]`` to the same."""
@@ -133,10 +133,11 @@ class TreeFlashDraftModel(DFlashQwen3ForCausalLM):
                 )
             # A quantised checkpoint adds scales and packed names of its own.
             if name not in expected and self.model.quant_config is None:
+                ar_head = (self.config.treeflash_config or {}).get("ar_approximation")
                 raise ValueError(
                     f"treeflash: unexpected weight {name} in the draft checkpoint; its config "
                     f"describes {self.config.num_hidden_layers} layers and "
-                    f"ar_approximation={(self.config.treeflash_config or {}).get('ar_approximation')!r}."
+                    f"ar_approximation={ar_head!r}."
                 )
             seen.add(name)
             if name.startswith(_AR_PREFIX):

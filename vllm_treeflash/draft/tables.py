@@ -162,6 +162,4 @@ def follow_marginal_chain(tables: TransitionTables) -> TransitionTables:
     """
     next_state = torch.zeros_like(tables.next_state[:, :, :1, :1])
     next_state[:, -1] = -1
-    return TransitionTables(
-        tables.tokens[:, :, :1, :1], tables.log_probs[:, :, :1, :1], next_state
-    )
+    return TransitionTables(tables.tokens[:, :, :1, :1], tables.log_probs[:, :, :1, :1], next_state)

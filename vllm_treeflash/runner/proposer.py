@@ -43,7 +43,7 @@ class TreeFlashProposer(DFlashProposer):
         self.max_nodes = 1 + config.num_speculative_tokens
         # Positions the drafter may be asked for; both models' limits bound it.
         self.max_position = min(self.max_model_len, self.draft_model_config.max_model_len)
-        if self.max_padded_query_tokens > self.input_ids.shape[0]:
+        if self.max_padded_query_tokens > self.max_num_tokens:
             # vLLM shares this buffer with max_num_batched_tokens; the block needs its own.
             self.input_ids = torch.zeros(
                 self.max_padded_query_tokens, dtype=torch.int32, device=device
@@ -107,8 +107,8 @@ class TreeFlashProposer(DFlashProposer):
         """One forward over all query blocks: ``[B, 1 + depth, hidden_size]``, not normed."""
         num_queries = block_metadata.num_actual_tokens
         _, per_layer_metadata = self.build_per_group_and_layer_attn_metadata(block_metadata)
-        mode, num_input_tokens, num_tokens_across_dp = (
-            self._determine_batch_execution_and_padding(num_queries)
+        mode, num_input_tokens, num_tokens_across_dp = self._determine_batch_execution_and_padding(
+            num_queries
         )
         with set_forward_context(
             per_layer_metadata,

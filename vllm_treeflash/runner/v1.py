@@ -90,7 +90,9 @@ class TreeFlashModelRunner(CPUModelRunner):
             names = [name for name in group.layer_names if name not in draft_layers]
             for name in names:
                 require_maskable(name, layers[name].impl)
-            caches = [cache_views(layers[name].kv_cache) for name in names]
+            caches: list[tuple[torch.Tensor, ...]] = [
+                cache_views(layers[name].kv_cache) for name in names
+            ]
             if caches:
                 self._target_caches.append((gid, caches[0][0].shape[-1], caches))
 
@@ -133,9 +135,7 @@ class TreeFlashModelRunner(CPUModelRunner):
             builder
             for groups in self.attn_groups
             for group in groups
-            if isinstance(
-                builder := group.get_metadata_builder(), TreeCPUAttentionMetadataBuilder
-            )
+            if isinstance(builder := group.get_metadata_builder(), TreeCPUAttentionMetadataBuilder)
         ]
         for builder in builders:
             builder.layout = self._layout
@@ -203,9 +203,7 @@ class TreeFlashModelRunner(CPUModelRunner):
 
     # --- 4. draft -------------------------------------------------------------------------
 
-    def _input_fits_in_drafter(
-        self, common_attn_metadata: CommonAttentionMetadata | None
-    ) -> bool:
+    def _input_fits_in_drafter(self, common_attn_metadata: CommonAttentionMetadata | None) -> bool:
         """Always: the context K/V of every step is written, limits are per request."""
         return common_attn_metadata is not None
 
@@ -292,9 +290,7 @@ class TreeFlashModelRunner(CPUModelRunner):
         return super()._update_states(scheduler_output)
 
 
-def _one_row_per_column(
-    logprobs: LogprobsTensors | None, width: int
-) -> LogprobsTensors | None:
+def _one_row_per_column(logprobs: LogprobsTensors | None, width: int) -> LogprobsTensors | None:
     """Repeat per-request logprobs to the ``[B * width]`` rows that vLLM filters by token.
 
     Only requests without drafts ask for logprobs, and their token stands in column 0.
@@ -335,5 +331,3 @@ def _committed_metadata(
         slot_mapping=metadata.slot_mapping[:num_committed],
         causal=True,
     )
-
-
