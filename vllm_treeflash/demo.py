@@ -8,6 +8,7 @@ and reports the acceptance length and the speed.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import textwrap
@@ -105,7 +106,8 @@ def _set_environment(verbose: bool) -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "ERROR")
     if not verbose:
-        # What torch and vLLM's imports say on stderr, beside vLLM's log.
+        # What torch says on stderr, and vLLM before it has set up its log.
+        logging.getLogger("vllm").setLevel(logging.ERROR)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         warnings.filterwarnings("ignore", category=FutureWarning)
 
