@@ -349,6 +349,9 @@ class _Runner:
     def _model_forward(self) -> None:
         self.clock[0] += 5.0
 
+    def sample_tokens(self) -> None:
+        self.clock[0] += 4.0
+
 
 def test_recorded_steps_run_from_start_to_start(monkeypatch) -> None:
     clock = [100.0]
@@ -364,7 +367,9 @@ def test_recorded_steps_run_from_start_to_start(monkeypatch) -> None:
                 scheduled_new_reqs=new,
             )
         )
-        clock[0] += 10.0  # the rest of the step
+        if tokens:
+            recorder.model_runner.sample_tokens()
+        clock[0] += 10.0  # scheduler, messages
 
     step({"x": 4}, {}, ["x"])  # before the start: runs, is not recorded
     for _ in range(2):  # a second recording starts afresh
@@ -373,7 +378,7 @@ def test_recorded_steps_run_from_start_to_start(monkeypatch) -> None:
         step({"a": 4, "b": 1}, {"a": [5, 6, 7]}, [])
         step({"a": 9, "b": 1}, {"a": [5, 6, 7]}, [])  # more rows than drafts: a prompt's chunk
         step({"b": 1}, {}, [])
-        step({}, {}, [])  # closes the last step
+        step({}, {}, [])  # only tells of finished requests
         steps = [Step(**recorded) for recorded in recorder.stop_step_recording()]
         assert [(s.requests, s.prefill) for s in steps] == [
             (2, True),
@@ -381,17 +386,20 @@ def test_recorded_steps_run_from_start_to_start(monkeypatch) -> None:
             (2, True),
             (1, False),
         ]
-        assert [s.seconds for s in steps] == [18.0] * 4
+        # 1 + 5 + 2 for the model, 4 to sample, 10 until the next step but for the last one.
+        assert [s.seconds for s in steps] == [22.0, 22.0, 22.0, 12.0]
         assert [s.phases for s in steps] == [{"verify": 7.0}] * 4
 
 
-def test_an_unclosed_last_step_is_left_out(monkeypatch) -> None:
+def test_phases_of_the_worker_are_taken_per_step(monkeypatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    timer = SimpleNamespace(seconds={"verify": 0.0, "draft": 0.0})
     recorder = StepRecorder()
     recorder.model_runner = _Runner(clock)
+    recorder.model_runner.timer = timer
     recorder.start_step_recording()
-    for _ in range(2):
+    for seconds in (3.0, 0.5):
         recorder.model_runner.execute_model(
             SimpleNamespace(
                 num_scheduled_tokens={"a": 1},
@@ -399,7 +407,14 @@ def test_an_unclosed_last_step_is_left_out(monkeypatch) -> None:
                 scheduled_new_reqs=[],
             )
         )
-    assert len(recorder.stop_step_recording()) == 1
+        timer.seconds["draft"] += seconds
+        timer.seconds["verify"] += 100.0  # not used: the recorder times every forward itself
+        recorder.model_runner.sample_tokens()
+    steps = recorder.stop_step_recording()
+    assert [step["phases"] for step in steps] == [
+        {"verify": 7.0, "draft": 3.0},
+        {"verify": 7.0, "draft": 0.5},
+    ]
 
 
 def test_options() -> None:

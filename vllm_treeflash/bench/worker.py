@@ -22,8 +22,9 @@ class StepRecorder:
 
     A step's time runs from its ``execute_model`` to the next one, so that a run of steps is
     divided without gaps: model, sampling, drafting, but also vLLM's scheduler, input
-    preparation and the messages between its processes. The call without tokens that vLLM
-    makes when a request has finished closes the last step and is not one itself.
+    preparation and the messages between its processes. The last step of a recording runs to
+    the end of its ``sample_tokens``, where drafting ends too. A call without tokens, which
+    vLLM makes to tell of finished requests, is not a step.
     """
 
     model_runner: Any
@@ -37,6 +38,7 @@ class StepRecorder:
         runner = self.model_runner
         if not hasattr(self, "_steps"):
             runner.execute_model = self._recorded(runner.execute_model)
+            runner.sample_tokens = self._ended(runner.sample_tokens)
             runner._model_forward = self._timed_forward(runner._model_forward)
         self._steps: list[dict[str, Any]] = []
         self._recording = True
@@ -44,34 +46,28 @@ class StepRecorder:
             self.start_step_timing()
 
     def stop_step_recording(self) -> list[dict[str, Any]]:
-        """The steps since the start, see :class:`vllm_treeflash.bench.measure.Step`.
-
-        A last step that nothing has closed is left out: its end is not known.
-        """
+        """The steps since the start, see :class:`vllm_treeflash.bench.measure.Step`."""
         self._recording = False
         if hasattr(self, "stop_step_timing"):
             self.stop_step_timing()
         return [
             {key: step[key] for key in ("seconds", "requests", "prefill", "phases")}
             for step in self._steps
-            if "seconds" in step
         ]
 
     def _recorded(self, execute_model: Any) -> Any:
         @functools.wraps(execute_model)
         def wrapper(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._recording:
+            scheduled = scheduler_output.num_scheduled_tokens
+            if not self._recording or not scheduled:
                 return execute_model(scheduler_output, *args, **kwargs)
             start = time.perf_counter()
-            timed = self._timed_phases()
-            self._close_step(start, timed)
-            scheduled = scheduler_output.num_scheduled_tokens
-            if not scheduled:
-                return execute_model(scheduler_output, *args, **kwargs)
+            if self._steps:
+                self._close_step(start)
             drafts = scheduler_output.scheduled_spec_decode_tokens
             step: dict[str, Any] = {
                 "start": start,
-                "timed": timed,
+                "timed": self._timed_phases(),
                 "requests": len(scheduled),
                 "prefill": bool(scheduler_output.scheduled_new_reqs)
                 or any(n != 1 + len(drafts.get(req_id, ())) for req_id, n in scheduled.items()),
@@ -80,6 +76,16 @@ class StepRecorder:
             # From the target's forward to the end of execute_model: hidden states, logits.
             step["verify"] = time.perf_counter() - self._forward_start
             self._steps.append(step)
+            return output
+
+        return wrapper
+
+    def _ended(self, sample_tokens: Any) -> Any:
+        @functools.wraps(sample_tokens)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            output = sample_tokens(*args, **kwargs)
+            if self._recording and self._steps:
+                self._close_step(time.perf_counter())
             return output
 
         return wrapper
@@ -100,11 +106,10 @@ class StepRecorder:
         # The forward is timed above, the same way on every worker and in every step.
         return {name: s for name, s in timer.seconds.items() if name != "verify"}
 
-    def _close_step(self, now: float, timed: dict[str, float]) -> None:
-        if not self._steps or "seconds" in self._steps[-1]:
-            return
+    def _close_step(self, now: float) -> None:
+        """Set the end of the newest step, for good or until its successor starts."""
         step = self._steps[-1]
         step["seconds"] = now - step["start"]
         step["phases"] = {"verify": step["verify"]} | {
-            name: seconds - step["timed"][name] for name, seconds in timed.items()
+            name: seconds - step["timed"][name] for name, seconds in self._timed_phases().items()
         }
