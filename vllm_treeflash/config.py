@@ -18,6 +18,7 @@ from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
 from vllm.config.utils import config
 from vllm.logger import init_logger
 from vllm.transformers_utils.config import get_config
+from vllm.utils.torch_utils import is_quantized_kv_cache
 
 logger = init_logger(__name__)
 
@@ -144,6 +145,12 @@ def from_user_dict(
             f"treeflash: num_speculative_tokens={nodes} is longer than a chain can be: the "
             f"drafter's block_size is {depth + 1}, so treeflash_mode='chain' takes 1 to {depth}."
         )
+    for entry in keys.get(key := "num_speculative_tokens_per_batch_size") or ():
+        if isinstance(entry, (list, tuple)) and len(entry) == 3 and entry[2] > nodes:
+            raise ValueError(
+                f"treeflash: {key} has {list(entry)}, but {entry[2]} nodes are more than "
+                f"num_speculative_tokens={nodes}, the largest tree."
+            )
     try:
         return TreeFlashSpeculativeConfig(
             method="dflash",
@@ -204,6 +211,8 @@ def _check_keys(keys: dict[str, Any]) -> None:
         raise ValueError(
             f"treeflash: {key}={keys[key]!r} must be one of {', '.join(get_args(TreeFlashMode))}."
         )
+    if (key := "kv_cache_dtype") in keys and is_quantized_kv_cache(keys[key] or "auto"):
+        raise ValueError(f"treeflash: {key}={keys[key]!r} is not supported yet; use 'auto'.")
     for key, only in _FOREIGN_KEYS.items():
         if key in keys and keys[key] != only:
             raise ValueError(

@@ -86,6 +86,15 @@ def _create_speculative_config(
     ``SpeculativeConfig.method`` is a ``Literal`` and its config forbids unknown keys, so
     the user's dict has to be read before vLLM does.
     """
+    from vllm_treeflash.runner.selection import (
+        SCHEDULER,
+        check_runner,
+        check_token_budget,
+        select_runner,
+    )
+
+    if self.scheduler_cls == SCHEDULER:
+        self.scheduler_cls = None  # ours, from an earlier config of the same EngineArgs
     user = {k.replace("-", "_"): v for k, v in (self.speculative_config or {}).items()}
     method = user.get("method") or self.spec_method
     if method != METHOD:
@@ -106,12 +115,11 @@ def _create_speculative_config(
                 raise ValueError(f"{flag} and --speculative-config['{key}'] are mutually exclusive")
             user[key] = value
 
-    from vllm_treeflash.runner.selection import check_token_budget, select_runner
-
-    select_runner(self, target_model_config, target_parallel_config)
+    check_runner(self, target_model_config, target_parallel_config)
     speculative_config = from_user_dict(user, target_model_config, target_parallel_config)
     if self.max_num_batched_tokens is not None:  # else the scheduler checks vLLM's default
         check_token_budget(speculative_config.num_speculative_tokens, self.max_num_batched_tokens)
+    select_runner(self, target_parallel_config)
     return speculative_config
 
 

@@ -22,7 +22,5 @@ def register() -> None:
     # Lazy: the model module is imported only by an engine that loads the drafter. The
     # published architecture name must resolve too, before the config is renamed.
     for architecture in (DRAFT_ARCHITECTURE, "TreeFlashDraftModel"):
-        ModelRegistry.register_model(
-            architecture, "vllm_treeflash.draft.model:TreeFlashDraftModel"
-        )
+        ModelRegistry.register_model(architecture, "vllm_treeflash.draft.model:TreeFlashDraftModel")
     overrides.apply()

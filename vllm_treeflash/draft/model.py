@@ -116,11 +116,14 @@ class TreeFlashDraftModel(DFlashQwen3ForCausalLM):
         return self.model.norm(hidden)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load either layout; a missing or unknown weight is an error.
+        """Load either layout; a missing, unknown or misshapen weight is an error.
 
         Raises:
             ValueError: naming the weights.
         """
+        checkpoint = f"the draft checkpoint '{self.draft_model_config.model}'"
+        # A quantised checkpoint has scales, packed names and shapes of its own.
+        strict = self.model.quant_config is None
         backbone: list[tuple[str, torch.Tensor]] = []
         expected = self._expected_weights()
         seen = set()
@@ -128,16 +131,20 @@ class TreeFlashDraftModel(DFlashQwen3ForCausalLM):
             name = name.removeprefix("model.")
             if name.startswith(("embed_tokens.", "lm_head.")):
                 raise ValueError(
-                    f"treeflash: the draft checkpoint carries {name}; a TreeFlash or DFlash "
-                    "drafter shares the target's embedding and lm_head and must not bring its own."
+                    f"treeflash: {checkpoint} carries {name}; a TreeFlash or DFlash drafter "
+                    "shares the target's embedding and lm_head and must not bring its own."
                 )
-            # A quantised checkpoint adds scales and packed names of its own.
-            if name not in expected and self.model.quant_config is None:
+            if strict and name not in expected:
                 ar_head = (self.config.treeflash_config or {}).get("ar_approximation")
                 raise ValueError(
-                    f"treeflash: unexpected weight {name} in the draft checkpoint; its config "
+                    f"treeflash: unexpected weight {name} in {checkpoint}; its config "
                     f"describes {self.config.num_hidden_layers} layers and "
                     f"ar_approximation={ar_head!r}."
+                )
+            if strict and tuple(weight.shape) != expected[name]:
+                raise ValueError(
+                    f"treeflash: {name} of {checkpoint} has shape {tuple(weight.shape)}; its "
+                    f"config implies {expected[name]}."
                 )
             seen.add(name)
             if name.startswith(_AR_PREFIX):
@@ -145,28 +152,42 @@ class TreeFlashDraftModel(DFlashQwen3ForCausalLM):
                 default_weight_loader(parameter, weight)
             else:
                 backbone.append((name, weight))
-        if (missing := sorted(expected - seen)) and self.model.quant_config is None:
+        if strict and (missing := sorted(expected.keys() - seen)):
             raise ValueError(
-                f"treeflash: the draft checkpoint lacks {len(missing)} weights, "
-                f"first {missing[0]}; it does not match its config."
+                f"treeflash: {checkpoint} does not match its config: it lacks "
+                f"{', '.join(missing[:3])}{' …' if len(missing) > 3 else ''} "
+                f"({len(missing)} in all)."
             )
         super().load_weights(backbone)
 
-    def _expected_weights(self) -> set[str]:
-        per_layer = [
-            "input_layernorm.weight",
-            "post_attention_layernorm.weight",
-            "self_attn.q_norm.weight",
-            "self_attn.k_norm.weight",
-            *(f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")),
-            *(f"self_attn.{x}_proj.weight" for x in "qkvo"),
-        ]
-        if getattr(self.config, "attention_bias", False):
-            per_layer += [f"self_attn.{x}_proj.bias" for x in "qkvo"]
-        names = {"fc.weight", "hidden_norm.weight", "norm.weight"}
-        names |= {
-            f"layers.{i}.{name}" for i in range(self.config.num_hidden_layers) for name in per_layer
+    def _expected_weights(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every weight that the config implies, by its DFlash name."""
+        config, hidden = self.config, self.config.hidden_size
+        head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+        query, key = config.num_attention_heads * head, config.num_key_value_heads * head
+        inner = config.intermediate_size
+        per_layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+            "self_attn.q_norm.weight": (head,),
+            "self_attn.k_norm.weight": (head,),
+            "self_attn.q_proj.weight": (query, hidden),
+            "self_attn.k_proj.weight": (key, hidden),
+            "self_attn.v_proj.weight": (key, hidden),
+            "self_attn.o_proj.weight": (hidden, query),
+            "mlp.gate_proj.weight": (inner, hidden),
+            "mlp.up_proj.weight": (inner, hidden),
+            "mlp.down_proj.weight": (hidden, inner),
         }
+        if getattr(config, "attention_bias", False):
+            for name, width in zip("qkvo", (query, key, key, hidden), strict=True):
+                per_layer[f"self_attn.{name}_proj.bias"] = (width,)
+        features = len(config.dflash_config["target_layer_ids"]) * hidden
+        shapes = {"fc.weight": (hidden, features), "hidden_norm.weight": (hidden,)}
+        shapes["norm.weight"] = (hidden,)
+        for layer in range(config.num_hidden_layers):
+            shapes |= {f"layers.{layer}.{name}": shape for name, shape in per_layer.items()}
         if self.ar_approximation is not None:
-            names |= {_AR_PREFIX + name for name, _ in self.ar_approximation.named_parameters()}
-        return names
+            for name, parameter in self.ar_approximation.named_parameters():
+                shapes[_AR_PREFIX + name] = tuple(parameter.shape)
+        return shapes

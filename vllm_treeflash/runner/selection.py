@@ -15,16 +15,14 @@ CPU_WORKER = "vllm_treeflash.runner.worker.TreeFlashCPUWorker"
 SCHEDULER = "vllm_treeflash.runner.scheduler.TreeFlashScheduler"
 
 
-def select_runner(
+def check_runner(
     engine_args: Any, target_model_config: ModelConfig, parallel_config: ParallelConfig
 ) -> None:
-    """Point vLLM's ``worker_cls`` and ``scheduler_cls`` at this package.
+    """Refuse what the TreeFlash worker and scheduler cannot run.
 
     Args:
-        engine_args: the ``EngineArgs``; its ``scheduler_cls`` is read after the
-            speculative config is made.
-        target_model_config: of the target.
-        parallel_config: already built; its ``worker_cls`` is changed in place.
+        engine_args: the ``EngineArgs``.
+        target_model_config, parallel_config: of the target.
 
     Raises:
         ValueError: this combination cannot run, with the key and value that say so.
@@ -42,6 +40,14 @@ def select_runner(
             f"treeflash: scheduler_cls={engine_args.scheduler_cls!r} cannot be combined with "
             "method 'treeflash', which brings its own scheduler; leave it unset."
         )
+
+
+def select_runner(engine_args: Any, parallel_config: ParallelConfig) -> None:
+    """Point vLLM's ``worker_cls`` and ``scheduler_cls`` at this package, in place.
+
+    vLLM reads ``engine_args.scheduler_cls`` after the speculative config is made;
+    ``parallel_config`` is already built.
+    """
     parallel_config.worker_cls = CPU_WORKER
     engine_args.scheduler_cls = SCHEDULER
 
@@ -78,6 +84,7 @@ def _check_platform(parallel_config: ParallelConfig) -> None:
         "pipeline_parallel_size",
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
+        "data_parallel_size",
     ):
         if (value := getattr(parallel_config, key)) > 1:
             raise ValueError(f"treeflash: {key}={value} is not supported yet; use 1.")
@@ -90,6 +97,8 @@ def _check_features(engine_args: Any) -> None:
         "kv_transfer_config": "a KV connector would copy nodes that are not yet compacted",
         "kv_offloading_size": "offloading would copy nodes that are not yet compacted",
         "watermark_config": "a watermark depends on the tokens before each node",
+        "enable_lora": "the drafter would read the target's embedding through the adapters",
+        "enable_prompt_embeds": "the drafter embeds tokens, and these have none",
     }
     for key, reason in unsupported.items():
         if value := getattr(engine_args, key):

@@ -120,9 +120,11 @@ class TreeFlashModelRunner(CPUModelRunner):
             tokens = drafts[req_id]
             # The scheduler may have kept only the first nodes: a prefix is a valid tree.
             tree = self._trees[req_id].truncate(1 + len(tokens))
-            assert tree.draft_token_ids == list(tokens), (
-                f"treeflash: request {req_id} was scheduled with drafts that are not its tree"
-            )
+            if tree.draft_token_ids != list(tokens):
+                raise RuntimeError(
+                    f"treeflash: request {req_id} was scheduled with drafts {tokens}, which are "
+                    f"not the first nodes of its tree {tree.draft_token_ids}"
+                )
             trees.append(tree)
             first_row.append(int(ends[index + 1]) - len(tree))
             num_committed.append(int(self.seq_lens[index]) - len(tree))
