@@ -4,6 +4,7 @@ Differences from ``vllm.model_executor.models.qwen3_dflash``:
 
 - the backbone returns its hidden states *before* the final norm, which the AR layer adds to;
 - a SwiGLU layer conditioned on the previous token (``treeflash_config.ar_approximation``);
+- the context keys of every draft layer are normed with that layer's own weight on CPU;
 - both checkpoint layouts load: TreeFlash (``model.`` prefix) and plain DFlash (none).
 """
 
@@ -14,12 +15,14 @@ from collections.abc import Iterable
 import torch
 import torch.nn.functional as F
 from torch import nn
+from vllm import _custom_ops as ops
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
+from vllm.platforms import current_platform
 
 #: Of the AR layer's own norm, whatever ``rms_norm_eps`` says (published checkpoints).
 AR_NORM_EPS = 1e-6
@@ -47,6 +50,19 @@ class TreeFlashModel(DFlashQwen3Model):
             )
         assert residual is not None
         return hidden_states + residual
+
+    def _normalize_context_k(self, all_k: torch.Tensor) -> torch.Tensor:
+        """Each layer's ``k_norm``, ``[layers, tokens, kv_heads, head_size]`` to the same.
+
+        vLLM calls one kernel with the stacked ``[layers, head_size]`` weights; its CPU
+        kernel (0.32) reads only the first row and norms every layer with layer 0's weight.
+        """
+        if not current_platform.is_cpu():
+            return super()._normalize_context_k(all_k)
+        normed = torch.empty_like(all_k)
+        for layer, weight in enumerate(self._k_norm_weights):
+            ops.rms_norm(normed[layer], all_k[layer], weight, self._rms_norm_eps)
+        return normed
 
 
 class ARApproximation(nn.Module):
