@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine import tiny_models
 from tests.engine.conftest import random_prompts
-from tests.engines import greedy, make_llm, speculative_config
+from tests.engines import greedy, make_llm, runner_of, speculative_config
 
 #: Shorter, equal to and longer than a block of 32, with multiples that leave no room.
 LENGTHS = [3, 31, 32, 33, 64, 90, 7, 150, 40, 12]
@@ -69,6 +69,21 @@ def test_prefix_cache_hits_draft_as_well_as_a_first_run(
     assert hits["vllm:prefix_cache_hits"] >= full_blocks > 0
     assert lengths[0] == lengths[1]
     assert rest == [tokens[40:] for tokens in golden_plain]
+
+
+def test_context_of_a_chunked_prefill_is_complete(
+    golden_plain: list[list[int]], acceptance: Any
+) -> None:
+    """The drafter accepts the same, step by step, whether a prompt came whole or in chunks."""
+    prompt = random_prompts(LENGTHS, GOLDEN_VOCAB)[7]
+    lengths = []
+    for budget in (4096, 48):
+        acceptance.clear()
+        spec = speculative_config(num_speculative_tokens=31)
+        with make_llm(speculative_config=spec, max_num_batched_tokens=budget) as llm:
+            assert greedy(llm, [prompt], max_tokens=48) == golden_plain[7:8]
+        lengths.append(list(acceptance.lengths))
+    assert lengths[0] == lengths[1]
 
 
 def test_preemption(golden_plain: list[list[int]], acceptance: Any) -> None:
@@ -155,6 +170,10 @@ def test_families(target: str, models: Any, acceptance: Any) -> None:
             model=models(target), speculative_config={"method": "treeflash", **spec}
         ) as llm:
             assert greedy(llm, prompts, max_tokens=48) == plain, name
+            runner = runner_of(llm)
+            drafter, target_model = runner.drafter.model, runner.model
+            assert drafter.lm_head is target_model.lm_head  # shared, not copied
+            assert drafter.model.embed_tokens is target_model.model.embed_tokens
         # A random drafter is right now and then; that some path was accepted is enough.
         assert max(acceptance.lengths) >= 2, name
 

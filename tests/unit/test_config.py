@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -153,6 +154,20 @@ def test_an_engine_config_can_be_made_twice_from_the_same_arguments() -> None:
     first, second = args.create_engine_config(), args.create_engine_config()
     assert repr(first.speculative_config) == repr(second.speculative_config)
     assert second.parallel_config.worker_cls == CPU_WORKER
+
+
+def test_engine_arguments_stay_clean_for_another_config() -> None:
+    """After a treeflash config, or a refused one, the same arguments make a stock engine."""
+    for keys in (speculative_config(), speculative_config(treeflash_top_k=0)):
+        args = EngineArgs(
+            model=TARGET, max_model_len=512, skip_tokenizer_init=True, speculative_config=keys
+        )
+        with contextlib.suppress(ValueError):
+            args.create_engine_config()
+        args.speculative_config = None
+        plain = args.create_engine_config()
+        assert plain.scheduler_config.scheduler_cls is None
+        assert plain.parallel_config.worker_cls != CPU_WORKER
 
 
 def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,6 +330,11 @@ BAD_KEYS: list[tuple[dict[str, Any], list[str]]] = [
     ({"max_model_len": 100_000}, ["max_model_len (100000)", "1024"]),
     ({"max_model_len": "many"}, ["max_model_len='many'"]),
     ({"draft_tensor_parallel_size": 2}, ["tensor_parallel_size=2"]),
+    ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype='fp8'", "auto"]),
+    (
+        {"num_speculative_tokens": 15, "num_speculative_tokens_per_batch_size": [[1, 2, 99]]},
+        ["num_speculative_tokens_per_batch_size", "99", "num_speculative_tokens=15"],
+    ),
     (
         {"treeflash_mode": "chain", "num_speculative_tokens": 8},
         ["num_speculative_tokens=8", "block_size is 8", "1 to 7"],
@@ -372,6 +392,8 @@ ENGINE_OPTIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype='fp8'", "auto"]),
     ({"kv_offloading_size": 1.0}, ["kv_offloading_size=1.0", "unset"]),
     ({"watermark_config": {"key": 7}}, ["watermark_config", "unset"]),
+    ({"enable_lora": True}, ["enable_lora=True", "unset"]),
+    ({"enable_prompt_embeds": True}, ["enable_prompt_embeds=True", "unset"]),
 ]
 
 
