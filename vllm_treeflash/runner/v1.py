@@ -5,7 +5,7 @@ One step, in the order the methods below are called by ``GPUModelRunner``:
 1. ``_prepare_inputs``: look up each request's tree, lay the trees out, move RoPE positions
    from "row" to "depth" (slots are computed before and stay by row);
 2. ``_build_attention_metadata``: hand the layout to the tree attention backend;
-3. ``_sample``: one sample per node, the walk, compaction of the accepted K/V;
+3. ``_sample``: samples at the nodes, the walk, compaction of the accepted K/V;
 4. ``propose_draft_token_ids``: features of the committed rows in path order to the
    drafter, new trees out. vLLM gets the tokens, parents and depths stay here.
 """

@@ -1,6 +1,7 @@
 """The walk: which path of each tree the target's own samples follow.
 
-One token has been sampled per node from the target's processed distribution at that node.
+A token has been sampled from the target's processed distribution at every node that the walk
+can reach (``-1`` marks the others, where nothing can be accepted).
 Starting at the root, the walk moves to the child whose token equals the sample, and stops
 where there is none; that last sample is the bonus token. The tree was fixed before the
 samples were drawn, so every emitted token has exactly the target's distribution.
@@ -40,7 +41,8 @@ def accept(layout: VerifyLayout, sampled: torch.Tensor) -> AcceptedPaths:
 
     Args:
         layout: the step's trees.
-        sampled: int ``[T, R]``, the target's sample at every node; padding is ignored.
+        sampled: int ``[T, R]``, the target's sample at every node, ``-1`` where none was
+            drawn; padding is ignored.
     """
     sampled = sampled.to(torch.int64)
     matched = layout.tokens == sampled.gather(1, layout.parents.clamp(min=0))
