@@ -102,11 +102,10 @@ def test_preemption(golden_plain: list[list[int]], acceptance: Any) -> None:
 def test_up_to_max_model_len(acceptance: Any) -> None:
     """Prompts of 180 to 255 tokens in a context of 256, with 63 drafts at every step."""
     prompts = random_prompts([180, 199, 220, 240, 247, 250, 254, 255], GOLDEN_VOCAB)
-    limits = {"max_model_len": 256, "max_tokens": 200}
     outputs = {}
     for name, spec in (("plain", None), ("tree", speculative_config())):
         with make_llm(speculative_config=spec, max_model_len=256) as llm:
-            outputs[name] = _with_reasons(llm, prompts, max_tokens=limits["max_tokens"])
+            outputs[name] = _with_reasons(llm, prompts, max_tokens=200)
     assert outputs["tree"] == outputs["plain"]
     assert [len(p) + len(t) for p, (t, _) in zip(prompts, outputs["tree"])] == [256] * 8
     assert {reason for _, reason in outputs["tree"]} == {"length"}

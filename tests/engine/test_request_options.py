@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -78,10 +77,10 @@ def test_min_tokens_is_drafted_for_once_it_is_met(acceptance: Any) -> None:
     assert 0 < sum(acceptance.lengths) <= 40 - 11
 
 
-def test_log_names_the_option_once(caplog: Any, monkeypatch: Any) -> None:
+def test_log_names_the_option(monkeypatch: Any) -> None:
     from vllm_treeflash.runner import eligibility
 
-    # vLLM's loggers do not propagate, and *_once remembers across engines.
+    # "Once" is vLLM's info_once, which remembers across engines: watch the calls instead.
     said: list[str] = []
     monkeypatch.setattr(
         eligibility.logger, "info_once", lambda message, *args: said.append(message % args)
@@ -91,7 +90,6 @@ def test_log_names_the_option_once(caplog: Any, monkeypatch: Any) -> None:
         "treeflash: requests with 'repetition_penalty' are decoded without drafts "
         "(their outputs are exact)."
     }
-    assert logging.getLogger("vllm_treeflash") is not None
 
 
 def test_custom_logits_processor(acceptance: Any) -> None:

@@ -59,7 +59,7 @@ class TreeFlashProposer(DFlashProposer):
         target_hidden_states: torch.Tensor,
         next_token_ids: torch.Tensor,
         common_attn_metadata: CommonAttentionMetadata,
-    ) -> tuple[torch.Tensor, CommonAttentionMetadata]:
+    ) -> CommonAttentionMetadata:
         """Write the drafter's K/V of this step's committed tokens; lay out the query block.
 
         Args:
@@ -71,7 +71,7 @@ class TreeFlashProposer(DFlashProposer):
                 ``seq_lens`` count committed tokens with K/V.
 
         Returns:
-            ``(context end positions int64 [B], metadata of the query block)``.
+            Metadata of the query block.
         """
         # Tokens the drafter has no positions for get no K/V and no drafts.
         positions = target_positions.clamp(max=self.max_position - 1)
@@ -101,7 +101,7 @@ class TreeFlashProposer(DFlashProposer):
         query_positions.clamp_(max=self.max_position - 1)
         block_metadata.seq_lens = block_metadata.seq_lens.clamp(max=self.max_position)
         block_metadata.max_seq_len = min(block_metadata.max_seq_len, self.max_position)
-        return common_attn_metadata.seq_lens.to(torch.int64), block_metadata
+        return block_metadata
 
     def draft_block(self, block_metadata: CommonAttentionMetadata) -> torch.Tensor:
         """One forward over all query blocks: ``[B, 1 + depth, hidden_size]``, not normed."""

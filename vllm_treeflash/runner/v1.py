@@ -233,7 +233,7 @@ class TreeFlashModelRunner(CPUModelRunner):
             committed = _committed_metadata(common_attn_metadata, starts)
             features = torch.cat([h[rows] for h in aux_hidden_states], dim=-1)
         with self.timer.phase("draft"):
-            context_end, block_metadata = drafter.store_context(
+            block_metadata = drafter.store_context(
                 target_positions=self.positions[rows],
                 target_hidden_states=features,
                 next_token_ids=next_token_ids,
@@ -242,7 +242,7 @@ class TreeFlashModelRunner(CPUModelRunner):
         num_requests = self.input_batch.num_reqs
         drafts: list[list[int]] = [[] for _ in range(num_requests)]
         num_nodes = 1 + scheduler_output.num_spec_tokens_to_schedule
-        drafted = self._requests_to_draft_for(sampled_token_ids, context_end)
+        drafted = self._requests_to_draft_for(sampled_token_ids, committed.seq_lens)
         if not drafted or num_nodes < 2:
             return drafts
         with self.timer.phase("draft"):
@@ -258,12 +258,12 @@ class TreeFlashModelRunner(CPUModelRunner):
         return drafts
 
     def _requests_to_draft_for(
-        self, sampled_token_ids: torch.Tensor, context_end: torch.Tensor
+        self, sampled_token_ids: torch.Tensor, seq_lens: torch.Tensor
     ) -> list[int]:
         """Batch indices of the requests that the next step can verify a tree for."""
         sampled = (sampled_token_ids != PLACEHOLDER_TOKEN_ID).sum(dim=1).tolist()
         drafted = []
-        for index, end in enumerate(context_end.tolist()):
+        for index, end in enumerate(seq_lens.tolist()):
             request = self.requests[self.input_batch.req_ids[index]]
             params = request.sampling_params
             if self.discard_request_mask.np[index] or params is None:
